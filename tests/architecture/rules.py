@@ -74,8 +74,8 @@ def check_module_state(modules: Mapping[str, Module]) -> list[str]:
     found = []
     for module in modules.values():
         found += [f"{module.name}:{node.lineno} global" for node in ast.walk(module.tree) if isinstance(node, ast.Global)]
-        classes = [node for node in ast.walk(module.tree) if isinstance(node, ast.ClassDef)]
-        for scope in (module.tree, *classes):
+        scopes = [node for node in ast.walk(module.tree) if isinstance(node, ast.Module | ast.ClassDef)]
+        for scope in scopes:
             found += [f"{module.name}:{line} mutable state {name}" for name, line in _mutable_assignments(scope)]
         for node in ast.walk(module.tree):
             if isinstance(node, ast.FunctionDef) and node.name == "__del__":
@@ -226,8 +226,8 @@ def _is_overload(node: Definition) -> bool:
 
 
 def _inherited_docstring(owner: ast.ClassDef | None, name: str, classes: Mapping[str, ast.ClassDef]) -> str:
-    bases = [classes[base] for expr in (owner.bases if owner else ()) if (base := _last_name(expr)) in classes]
-    for base in bases:
+    base_names = [_last_name(expr) for expr in (owner.bases if owner else ())]
+    for base in (classes[base_name] for base_name in base_names if base_name in classes):
         for node in base.body:
             if isinstance(node, Definition) and node.name == name and (text := ast.get_docstring(node)):
                 return text
