@@ -1,0 +1,30 @@
+"""B022: a meeting point or an interface that other hosts cannot reach is refused by name."""
+
+from collections.abc import Sequence
+
+import pytest
+
+from parallel_runtime.config.addresses import check_interface, check_master_host
+from parallel_runtime.errors import LauncherEnvironmentError
+
+
+def unknown(host: str) -> Sequence[str]:
+    raise OSError("Name or service not known")
+
+
+@pytest.mark.parametrize("addresses", [("127.0.0.1",), ("127.0.1.1", "::1"), ()])
+def test_b022_a_loopback_master_is_refused_for_several_hosts(addresses: tuple[str, ...]) -> None:
+    with pytest.raises(LauncherEnvironmentError, match=r"'node1' resolves to loopback.*GLOO_SOCKET_IFNAME.*is not set"):
+        check_master_host("node1", num_hosts=2, environ={}, resolve=lambda host: addresses)
+
+
+def test_b022_an_unknown_master_is_refused_for_several_hosts() -> None:
+    with pytest.raises(LauncherEnvironmentError, match=r"'node1' does not resolve.*Name or service.*GLOO_SOCKET_IFNAME is eth7"):
+        check_master_host("node1", num_hosts=2, environ={"GLOO_SOCKET_IFNAME": "eth7"}, resolve=unknown)
+
+
+@pytest.mark.parametrize("value", ["eth7", "^lo", "=eth0"])
+def test_b022_an_unusable_interface_names_the_variable_and_its_value(value: str) -> None:
+    with pytest.raises(LauncherEnvironmentError, match="GLOO_SOCKET_IFNAME") as caught:
+        check_interface({"GLOO_SOCKET_IFNAME": value}, ("lo", "eth0"))
+    assert repr(value) in str(caught.value)
