@@ -1,0 +1,78 @@
+"""A model file as its loader sees it: a configuration, and named tensors that are read in parts."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from parallel_runtime.errors import CheckpointError
+from parallel_runtime.layers.sources import TensorSource
+from parallel_runtime.models.config import LlamaConfig
+
+__all__ = ["Checkpoint", "bounds"]
+
+
+class Checkpoint(ABC):
+    """An open model file or directory. Tensor names are those of ``transformers``, whatever the format.
+
+    Attributes:
+        path: The file or directory.
+        config: What the model looks like.
+        names: Of every tensor in it.
+    """
+
+    path: Path
+    config: LlamaConfig
+    names: frozenset[str]
+
+    def tensor(self, name: str, shape: Sequence[int] | None = None) -> TensorSource:
+        """Look a tensor up; nothing of it is read until it is indexed.
+
+        Args:
+            name: Such as ``model.layers.0.self_attn.q_proj.weight``.
+            shape: What it must have, where the caller knows.
+
+        Returns:
+            The tensor; ``source[rows, columns]`` reads that part alone.
+
+        Raises:
+            CheckpointError: There is none of that name, or it has another shape.
+        """
+        if name not in self.names:
+            raise CheckpointError(f"{self.path}: no tensor {name!r} among its {len(self.names)}; its config asks for one")
+        source = self._open(name)
+        if shape is not None and tuple(source.shape) != tuple(shape):
+            raise CheckpointError(
+                f"{self.path}: tensor {name!r} has shape {tuple(source.shape)}; its config asks for {tuple(shape)}"
+            )
+        return source
+
+    @abstractmethod
+    def _open(self, name: str) -> TensorSource:
+        """The tensor of that name, which is there."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close the files. Tensors that were read stay good; twice is nothing."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+def bounds(index: slice | tuple[slice, ...], shape: Sequence[int]) -> tuple[range, ...]:
+    """What an index of plain slices covers.
+
+    Args:
+        index: One slice per dim; missing ones cover their dim.
+        shape: Of the tensor.
+
+    Returns:
+        One range with step 1 per dim.
+    """
+    slices = index if isinstance(index, tuple) else (index,)
+    slices += (slice(None),) * (len(shape) - len(slices))
+    return tuple(range(size)[part] for part, size in zip(slices, shape, strict=True))
