@@ -1,1 +1,7 @@
-__all__: list[str] = []
+"""Everything that is said before a process starts: sizes, deadlines, the environment, the plan."""
+
+from parallel_runtime.config.base import FrozenModel
+from parallel_runtime.config.deadlines import Deadlines
+from parallel_runtime.config.parallel_config import Backend, DeviceKind, ParallelConfig, Shm
+
+__all__ = ["Backend", "Deadlines", "DeviceKind", "FrozenModel", "ParallelConfig", "Shm"]

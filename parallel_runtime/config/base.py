@@ -1,0 +1,152 @@
+"""The base of everything a user writes: frozen, strict, and refusing in words."""
+
+import difflib
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, ClassVar, Self
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic_core import ErrorDetails
+
+from parallel_runtime.errors import ConfigError
+
+__all__ = ["FrozenModel"]
+
+
+class FrozenModel(BaseModel):
+    """A frozen pydantic model with strict types and no extra fields.
+
+    Nothing is converted (``True`` and ``"2"`` are not integers). Copies, deep copies and unpickled objects are validated again.
+
+    Attributes:
+        spellings: Other projects' names for the fields, offered when one of them is used here.
+
+    Raises:
+        ConfigError: A value breaks a rule. Raised by the constructor and by everything else that makes an instance.
+    """
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", validate_default=True)
+
+    spellings: ClassVar[Mapping[str, str]] = MappingProxyType({})
+
+    def __init__(self, **values: object) -> None:
+        try:
+            super().__init__(**values)
+        except ValidationError as exc:
+            raise ConfigError(_explain(type(self), exc)) from None
+
+    @classmethod
+    def model_validate(cls, obj: Any, **options: Any) -> Self:
+        """Make an instance from a mapping, or check one that exists.
+
+        Args:
+            obj: A mapping of field names to values, or an instance.
+            **options: As pydantic's method takes them.
+
+        Returns:
+            The instance.
+
+        Raises:
+            ConfigError: A value breaks a rule.
+        """
+        try:
+            return super().model_validate(obj, **options)
+        except ValidationError as exc:
+            raise ConfigError(_explain(cls, exc)) from None
+
+    @classmethod
+    def model_validate_json(cls, json_data: str | bytes | bytearray, **options: Any) -> Self:
+        """Make an instance from JSON text.
+
+        Args:
+            json_data: What ``model_dump_json`` wrote, or text like it.
+            **options: As pydantic's method takes them.
+
+        Returns:
+            The instance.
+
+        Raises:
+            ConfigError: The text is not JSON, or a value breaks a rule.
+        """
+        try:
+            return super().model_validate_json(json_data, **options)
+        except ValidationError as exc:
+            raise ConfigError(_explain(cls, exc)) from None
+
+    def replace(self, **changes: object) -> Self:
+        """Derive a variant; fields that were never set are derived again.
+
+        Args:
+            **changes: New values by field name.
+
+        Returns:
+            A new, validated instance.
+
+        Raises:
+            ConfigError: A value breaks a rule.
+        """
+        return type(self)(**{**self._given(), **changes})
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """Copy, validating the copy (pydantic's own method does not).
+
+        Args:
+            update: New values by field name.
+            deep: Taken for compatibility; all values are immutable.
+
+        Returns:
+            A new, validated instance.
+
+        Raises:
+            ConfigError: A value breaks a rule.
+        """
+        return self.replace(**(update or {}))
+
+    def __copy__(self) -> Self:
+        return self.replace()
+
+    def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
+        return self.replace()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self), self._given())
+
+    def _given(self) -> dict[str, object]:
+        return {name: getattr(self, name) for name in type(self).model_fields if name in self.model_fields_set}
+
+
+def _rebuild(cls: type[FrozenModel], values: dict[str, object]) -> FrozenModel:
+    return cls(**values)
+
+
+def _explain(cls: type[FrozenModel], exc: ValidationError) -> str:
+    return "; ".join(_explain_one(cls, error) for error in exc.errors(include_url=False))
+
+
+def _explain_one(cls: type[FrozenModel], error: ErrorDetails) -> str:
+    where = ".".join(map(str, error["loc"]))
+    came = f"{where}={error['input']!r}"
+    kind = error["type"]
+    if kind == "value_error":
+        return str(error["ctx"]["error"])
+    if kind == "extra_forbidden":
+        return f"{came}: {cls.__name__} has no setting {where!r}; {_suggest(cls, where)}"
+    if kind == "int_type":
+        return f"{came} is {_kind_of(error['input'])}, not an integer, and nothing is converted; use an integer such as {where}=2"
+    if kind == "missing":
+        return f"{cls.__name__} needs {where}"
+    if kind == "json_invalid":
+        return f"{cls.__name__}: {error['msg']}"
+    message = error["msg"].removeprefix("Input ")
+    return f"{came} {message}" if where else f"{cls.__name__}: {error['input']!r} {message}"
+
+
+def _kind_of(value: object) -> str:
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
+
+
+def _suggest(cls: type[FrozenModel], name: str) -> str:
+    known = list(cls.model_fields)
+    close = cls.spellings.get(name) or next(iter(difflib.get_close_matches(name, known, n=1, cutoff=0.6)), None)
+    return f"did you mean {close!r}?" if close else f"it has {', '.join(known)}"

@@ -1,0 +1,32 @@
+"""How long each plane may wait."""
+
+from typing import Annotated
+
+from pydantic import Field
+
+from parallel_runtime.config.base import FrozenModel
+
+__all__ = ["Deadlines"]
+
+_Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+class Deadlines(FrozenModel):
+    """Deadlines in seconds, one for each plane, applied to every group of a context.
+
+    Attributes:
+        join_s: For all ranks to join when a context opens.
+        collective_s: For one collective on the data plane.
+        control_s: For one object message on the control plane.
+        p2p_s: For one point-to-point message.
+        exit_s: For a context to close, and for a rank to end once it was told to.
+
+    Raises:
+        ConfigError: A deadline is not a positive, finite number.
+    """
+
+    join_s: _Seconds = 60.0
+    collective_s: _Seconds = 120.0
+    control_s: _Seconds = 120.0
+    p2p_s: _Seconds = 120.0
+    exit_s: _Seconds = 10.0
