@@ -12,9 +12,12 @@ group, the sequence number and the operation.
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from enum import StrEnum
+from functools import cached_property
 
 import torch
 from torch import Tensor
+
+from parallel_runtime.comm.traffic import Traffic
 
 __all__ = ["Communicator", "Operation", "ReduceOp", "Work"]
 
@@ -71,6 +74,11 @@ class Communicator(ABC):
     world_size: int
     rank_in_group: int
 
+    @cached_property
+    def traffic(self) -> Traffic:
+        """The lock, the sequence number and the recorder of everything that runs over this communicator."""
+        return Traffic()
+
     @abstractmethod
     def supports(self, operation: Operation, dtype: torch.dtype, nbytes: int) -> bool:
         """Whether it can run ``operation`` on ``nbytes`` of ``dtype``. Equal on every member; asked before each plan is made."""
@@ -117,7 +125,10 @@ class Communicator(ABC):
 
     @abstractmethod
     def isend(self, tensor: Tensor, dst: int, tag: int) -> Work:
-        """Start sending ``tensor``; messages of one (pair, tag) arrive in order. The caller leaves ``tensor`` alone until done."""
+        """Start sending ``tensor``; messages of one (pair, tag) arrive in order.
+
+        The caller leaves ``tensor`` alone until done.
+        """
 
     @abstractmethod
     def irecv(self, tensor: Tensor, src: int, tag: int) -> Work:

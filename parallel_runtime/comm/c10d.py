@@ -1,0 +1,441 @@
+"""Groups of ``torch.distributed`` built straight from a store, and the stores themselves.
+
+No default process group, no entry in torch's tables: ``torch.distributed.is_initialized()`` stays as it was. This is the only
+module of the runtime that imports ``torch.distributed``; what its backends raise is translated here.
+"""
+
+import re
+import socket
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Final, TypeAlias, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import (
+    AllgatherOptions,
+    AllreduceOptions,
+    AllToAllOptions,
+    BarrierOptions,
+    BroadcastOptions,
+    GatherOptions,
+    ReduceOptions,
+    ReduceScatterOptions,
+    ScatterOptions,
+)
+
+from parallel_runtime.comm.communicator import Communicator, Operation, ReduceOp, Work
+from parallel_runtime.errors import ArgumentError, PeerError, PeerLostError, PeerTimeoutError
+
+__all__ = [
+    "C10dCommunicator",
+    "HostedStore",
+    "Store",
+    "connect_store",
+    "file_store",
+    "gloo_device",
+    "hash_store",
+    "listen_store",
+    "prefix_store",
+    "wrap",
+]
+
+Store: TypeAlias = dist.Store
+"""Any store of torch: a small shared table of keys and bytes."""
+
+_TIMED_OUT: Final = re.compile(r"[Tt]im(ed|e) ?out|[Tt]imeout")
+_LOST: Final = re.compile(r"closed by peer|reset by peer|[Bb]roken pipe|pair closure|refused|not connected|closed|[Ss]hutdown")
+_GLOO_SUMS: Final = frozenset(
+    {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64}
+)
+
+
+@final
+class C10dCommunicator(Communicator):
+    """One member of a group of a ``torch.distributed`` backend.
+
+    Args:
+        store: Reached by every member.
+        key: Prefix of the group in the store; equal on its members, never reused.
+        rank_in_group: This member.
+        world_size: Members of the group, at least 2.
+        backend: ``"gloo"``, or ``"nccl"`` for CUDA.
+        timeout_s: How long opening may wait for the other members, in seconds.
+        device: Where the tensors live.
+        ranks: World ranks in group order, for torch's own records.
+        transport: From ``gloo_device``; groups that share one open fewer threads and descriptors. A loopback one by default.
+
+    Raises:
+        ArgumentError: The backend is unknown, or the member does not fit.
+        PeerTimeoutError: Not every member came within ``timeout_s``.
+        PeerLostError: A member, or the store, went away while opening.
+
+    Collective: all members open it; they meet in the store.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        key: str,
+        rank_in_group: int,
+        world_size: int,
+        *,
+        backend: str = "gloo",
+        timeout_s: float = 60.0,
+        device: torch.device | None = None,
+        ranks: Sequence[int] | None = None,
+        transport: object | None = None,
+    ) -> None:
+        if not 0 <= rank_in_group < world_size or world_size < 2:
+            raise ArgumentError(f"group {key}: member {rank_in_group} of {world_size}; a c10d group has at least 2 members")
+        self.kind = "c10d"
+        self.rank_in_group = rank_in_group
+        self.world_size = world_size
+        self.backend = backend
+        self._device = device or torch.device("cpu")
+        self._key = key
+        self._broken = ""
+        limit = timedelta(seconds=timeout_s)
+        table = list(range(world_size)) if ranks is None else [int(rank) for rank in ranks]
+        prefix = dist.PrefixStore(key, store)
+        prefix.set_timeout(limit)
+        try:
+            if backend == "gloo":
+                self._group: dist.Backend | None = _gloo(prefix, rank_in_group, world_size, limit, key, table, transport)
+            elif backend == "nccl":
+                self._group = _nccl(prefix, rank_in_group, world_size, limit, key, table)
+            else:
+                raise ArgumentError(f"group {key}: unknown backend {backend!r}; use gloo or nccl")
+        except RuntimeError as exc:
+            raise self._translated(exc, "its other members", timeout_s) from exc
+
+    def supports(self, operation: Operation, dtype: torch.dtype, nbytes: int) -> bool:
+        """Arithmetic on the dtypes that gloo and nccl share, and int16; moves of everything the coordinator hands over."""
+        del operation, nbytes
+        return dtype in _GLOO_SUMS or dtype is torch.int16
+
+    def all_reduce_(self, tensor: Tensor, op: ReduceOp, timeout_s: float) -> None:
+        """Reduced by the backend; avg is a sum that is divided, int16 travels as int32."""
+        work = tensor.int() if tensor.dtype is torch.int16 else tensor
+        options = AllreduceOptions()
+        options.reduceOp = _op(op)
+        options.timeout = timedelta(seconds=timeout_s)
+        self._finish(lambda group: group.allreduce([work], options), "its peers", timeout_s)
+        if op is ReduceOp.AVG:
+            work.div_(self.world_size)
+        if work is not tensor:
+            tensor.copy_(work)
+
+    def all_gather(self, output: Tensor, tensor: Tensor, timeout_s: float) -> None:
+        """One all-gather of the backend."""
+        options = AllgatherOptions()
+        options.timeout = timedelta(seconds=timeout_s)
+        self._finish(lambda group: group.allgather([list(output)], [tensor], options), "its peers", timeout_s)
+
+    def all_gatherv(self, outputs: Sequence[Tensor], tensor: Tensor, timeout_s: float) -> None:
+        """An all-to-all in which everybody sends the same to everyone."""
+        self.all_to_allv(outputs, [tensor] * self.world_size, timeout_s)
+
+    def reduce_scatter(self, output: Tensor, tensor: Tensor, op: ReduceOp, timeout_s: float) -> None:
+        """One reduce-scatter of the backend; on gloo, an all-reduce of which one row is kept."""
+        if self.backend == "gloo":
+            work = tensor.clone()
+            self.all_reduce_(work, op, timeout_s)
+            output.copy_(work[self.rank_in_group])
+            return
+        options = ReduceScatterOptions()
+        options.reduceOp = _op(op)
+        options.timeout = timedelta(seconds=timeout_s)
+        self._finish(lambda group: group._reduce_scatter_base(output, tensor, options), "its peers", timeout_s)
+        if op is ReduceOp.AVG:
+            output.div_(self.world_size)
+
+    def all_to_allv(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], timeout_s: float) -> None:
+        """One all-to-all of the backend over flat copies."""
+        sent = torch.cat([tensor.reshape(-1) for tensor in inputs])
+        received = sent.new_empty(sum(tensor.numel() for tensor in outputs))
+        sizes = [tensor.numel() for tensor in outputs], [tensor.numel() for tensor in inputs]
+        options = AllToAllOptions()
+        options.timeout = timedelta(seconds=timeout_s)
+        self._finish(lambda group: group.alltoall_base(received, sent, *sizes, options), "its peers", timeout_s)
+        for target, piece in zip(outputs, received.split(sizes[0]), strict=True):
+            target.copy_(piece.view(target.shape))
+
+    def broadcast_(self, tensor: Tensor, src: int, timeout_s: float) -> None:
+        """One broadcast of the backend."""
+        options = BroadcastOptions()
+        options.rootRank = src
+        options.timeout = timedelta(seconds=timeout_s)
+        self._finish(lambda group: group.broadcast([tensor], options), f"member {src} or its peers", timeout_s)
+
+    def reduce(self, output: Tensor | None, tensor: Tensor, dst: int, op: ReduceOp, timeout_s: float) -> None:
+        """One reduce of the backend, over a copy since some backends scribble on their input."""
+        work = tensor.int() if tensor.dtype is torch.int16 else tensor.clone()
+        options = ReduceOptions()
+        options.reduceOp = _op(op)
+        options.rootRank = dst
+        options.timeout = timedelta(seconds=timeout_s)
+        self._finish(lambda group: group.reduce([work], options), f"member {dst} or its peers", timeout_s)
+        if output is not None:
+            output.copy_(work.div_(self.world_size) if op is ReduceOp.AVG else work)
+
+    def gather(self, outputs: Sequence[Tensor] | None, tensor: Tensor, dst: int, timeout_s: float) -> None:
+        """One gather of the backend."""
+        options = GatherOptions()
+        options.rootRank = dst
+        options.timeout = timedelta(seconds=timeout_s)
+        targets = [] if outputs is None else [list(outputs)]
+        self._finish(lambda group: group.gather(targets, [tensor], options), f"member {dst} or its peers", timeout_s)
+
+    def scatter(self, output: Tensor, inputs: Sequence[Tensor] | None, src: int, timeout_s: float) -> None:
+        """One scatter of the backend."""
+        options = ScatterOptions()
+        options.rootRank = src
+        options.timeout = timedelta(seconds=timeout_s)
+        sources = [] if inputs is None else [list(inputs)]
+        self._finish(lambda group: group.scatter([output], sources, options), f"member {src} or its peers", timeout_s)
+
+    def barrier(self, timeout_s: float) -> None:
+        """One barrier of the backend."""
+        options = BarrierOptions()
+        options.timeout = timedelta(seconds=timeout_s)
+        self._finish(lambda group: group.barrier(options), "its peers", timeout_s)
+
+    def isend(self, tensor: Tensor, dst: int, tag: int) -> Work:
+        """Start one send of the backend."""
+        return _C10dWork(
+            self, self._start(lambda group: group.send([tensor], dst, tag), f"member {dst}"), tensor, f"member {dst}"
+        )
+
+    def irecv(self, tensor: Tensor, src: int, tag: int) -> Work:
+        """Start one receive of the backend."""
+        return _C10dWork(
+            self, self._start(lambda group: group.recv([tensor], src, tag), f"member {src}"), tensor, f"member {src}"
+        )
+
+    def close(self) -> None:
+        """Drop the backend: its threads and descriptors go with the last reference, and waiting peers learn of it."""
+        self._group = None
+
+    def _start(self, call: Callable[[dist.Backend], dist.Work], whom: str) -> dist.Work:
+        if self._broken:
+            raise PeerLostError(f"this group can no longer be used: {self._broken}")
+        if self._group is None:
+            raise PeerLostError("this communicator is closed")
+        try:
+            return call(self._group)
+        except RuntimeError as exc:
+            raise self._translated(exc, whom, 0.0) from exc
+
+    def _finish(self, call: Callable[[dist.Backend], dist.Work], whom: str, timeout_s: float) -> None:
+        work = self._start(call, whom)
+        try:
+            work.wait()
+        except RuntimeError as exc:
+            raise self._translated(exc, whom, timeout_s) from exc
+
+    def _translated(self, exc: RuntimeError, whom: str, timeout_s: float) -> PeerError:
+        """The typed error for what a backend raised. It leaves the group unusable, as the backend does."""
+        text = str(exc).strip().splitlines()[0] if str(exc).strip() else type(exc).__name__
+        error: PeerError
+        if _TIMED_OUT.search(text):
+            error = PeerTimeoutError(f"waited {timeout_s:g} s for {whom}")
+        elif _LOST.search(text):
+            error = PeerLostError(f"lost the connection to {whom} ({text})")
+        else:
+            error = PeerError(f"{self.backend} failed while waiting for {whom}: {text}")
+        self._broken = self._broken or str(error)
+        return error
+
+
+@final
+class _C10dWork(Work):
+    """A send or receive of the backend. A second wait on gloo's own would block, so the outcome is kept."""
+
+    def __init__(self, communicator: C10dCommunicator, work: dist.Work, tensor: Tensor, whom: str) -> None:
+        self._communicator = communicator
+        self._work: dist.Work | None = work
+        self._tensor: Tensor | None = tensor
+        self._whom = whom
+        self._error: PeerError | None = None
+
+    def is_done(self) -> bool:
+        return self._work is None or self._work.is_completed()
+
+    def wait(self, timeout_s: float) -> None:
+        if self._work is not None:
+            work, self._work = self._work, None
+            try:
+                work.wait(timedelta(seconds=timeout_s))
+            except RuntimeError as exc:
+                self._error = self._communicator._translated(exc, self._whom, timeout_s)
+            self._tensor = None
+        if self._error is not None:
+            raise self._error
+
+
+def _op(op: ReduceOp) -> dist.ReduceOp:
+    table = {ReduceOp.MAX: dist.ReduceOp.MAX, ReduceOp.MIN: dist.ReduceOp.MIN, ReduceOp.PRODUCT: dist.ReduceOp.PRODUCT}
+    return table.get(op, dist.ReduceOp.SUM)
+
+
+def _gloo(
+    store: Store, rank: int, size: int, limit: timedelta, name: str, ranks: list[int], transport: object | None
+) -> dist.Backend:
+    options = dist.ProcessGroupGloo._Options()
+    options._devices = [gloo_device() if transport is None else transport]
+    options._threads = 1
+    options._timeout = limit
+    options.global_ranks_in_group = ranks
+    options.group_name = name
+    return dist.ProcessGroupGloo(store, rank, size, options)
+
+
+def _nccl(store: Store, rank: int, size: int, limit: timedelta, name: str, ranks: list[int]) -> dist.Backend:
+    if not dist.is_nccl_available():
+        raise ArgumentError(f"group {name}: this build of torch has no nccl; use backend='gloo'")
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = limit
+    options.global_ranks_in_group = ranks
+    options.group_name = name
+    return dist.ProcessGroupNCCL(store, rank, size, options)
+
+
+def gloo_device(hostname: str = "127.0.0.1") -> object:
+    """The listening end that gloo groups of one process may share.
+
+    Args:
+        hostname: Address of the interface to listen on; the loopback one serves a single host.
+
+    Returns:
+        An opaque handle for ``C10dCommunicator(transport=...)``.
+
+    Raises:
+        ArgumentError: The address is not one of this host.
+    """
+    try:
+        return dist.ProcessGroupGloo.create_device(hostname=hostname)
+    except RuntimeError as exc:
+        raise ArgumentError(f"gloo cannot listen on {hostname!r}: {str(exc).splitlines()[0]}") from exc
+
+
+@final
+class HostedStore:
+    """A TCP store that this process serves.
+
+    Attributes:
+        store: The store itself, usable here like by everyone else.
+        host: Where it listens.
+        port: The port it was given by the system.
+    """
+
+    __slots__ = ("host", "port", "store")
+
+    def __init__(self, store: Store, host: str, port: int) -> None:
+        self.store = store
+        self.host = host
+        self.port = port
+
+
+def listen_store(
+    host: str = "127.0.0.1", *, port: int = 0, world_size: int | None = None, timeout_s: float = 60.0
+) -> HostedStore:
+    """Serve a store on ``host``, and only there.
+
+    Args:
+        host: Address or name to listen on.
+        port: Fixed port, or 0 for one that the system picks while binding.
+        world_size: How many ranks will connect, if known.
+        timeout_s: Default patience of its gets, in seconds.
+
+    Returns:
+        The store with its address; it is served until the last reference is dropped.
+
+    Raises:
+        ArgumentError: ``host`` and ``port`` cannot be bound.
+    """
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        listener = socket.socket(family, kind, proto)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+            listener.listen(1024)
+        except OSError:
+            listener.close()
+            raise
+    except OSError as exc:
+        raise ArgumentError(f"cannot listen on {host}:{port}: {exc}") from exc
+    bound = int(listener.getsockname()[1])
+    store = dist.TCPStore(
+        host,
+        bound,
+        world_size,
+        is_master=True,
+        timeout=timedelta(seconds=timeout_s),
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
+    return HostedStore(store, host, bound)
+
+
+def connect_store(host: str, port: int, *, timeout_s: float = 60.0) -> Store:
+    """Connect to a store that another process serves.
+
+    Args:
+        host: Where it listens.
+        port: Its port.
+        timeout_s: How long to try, and the default patience of its gets, in seconds.
+
+    Returns:
+        The store.
+
+    Raises:
+        PeerTimeoutError: Nobody answered within ``timeout_s``.
+    """
+    try:
+        return dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
+    except RuntimeError as exc:
+        raise PeerTimeoutError(f"no store answered at {host}:{port} within {timeout_s:g} s; is rank 0 running?") from exc
+
+
+def prefix_store(store: Store, prefix: str) -> Store:
+    """A view of ``store`` in which every key is under ``prefix``."""
+    return dist.PrefixStore(prefix, store)
+
+
+def hash_store() -> Store:
+    """A store in memory, for ranks that are threads of one process."""
+    return dist.HashStore()
+
+
+def file_store(path: str | Path, world_size: int) -> Store:
+    """A store in a file that every rank can reach.
+
+    Args:
+        path: A file that does not exist yet, or that this world made.
+        world_size: How many ranks share it.
+
+    Returns:
+        The store.
+    """
+    return dist.FileStore(str(path), world_size)
+
+
+def wrap(store: object) -> Store:
+    """Accept a store that a user brings along.
+
+    Args:
+        store: Any ``torch.distributed.Store``.
+
+    Returns:
+        The same object.
+
+    Raises:
+        ArgumentError: It is something else.
+    """
+    if not isinstance(store, dist.Store):
+        raise ArgumentError(f"expected a torch.distributed store, got {type(store).__name__}")
+    return store

@@ -1,0 +1,362 @@
+"""Collectives of one group: arguments checked and put in the form a communicator accepts, results put back.
+
+Everything is decided from facts that are equal on every member, so that all members raise or none. The public text of each
+method is on ``GroupCoordinator``.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import final
+
+import torch
+from torch import Tensor
+
+from parallel_runtime.comm.communicator import Operation, ReduceOp
+from parallel_runtime.comm.core import GroupCore
+from parallel_runtime.comm.tensors import (
+    Reduction,
+    check_out,
+    check_writable,
+    dense,
+    fold,
+    movable,
+    normal_dim,
+    reduction,
+    same_storage,
+)
+from parallel_runtime.errors import ArgumentError, DimError, DtypeError
+
+__all__ = ["Collectives"]
+
+
+@final
+class Collectives:
+    """The collectives of ``core``."""
+
+    __slots__ = ("_core", "_reductions")
+
+    def __init__(self, core: GroupCore) -> None:
+        self._core = core
+        self._reductions: dict[tuple[torch.dtype, str], Reduction] = {}
+
+    def all_reduce_(self, tensor: Tensor, op: ReduceOp | str, timeout_s: float | None) -> Tensor:
+        """Combine in place."""
+        core = self._core
+        plan = self._reductions.get((tensor.dtype, op)) or self._plan(tensor, op, "all_reduce_")
+        limit_s = core.collective_s if timeout_s is None else core.deadline(timeout_s, 0.0)
+        if plan.view is None and tensor.is_contiguous() and tensor.numel() and not tensor.requires_grad and not core.spec.checked:
+            core.run("all_reduce_", tensor, core.communicator.all_reduce_, tensor, plan.op, limit_s)
+            return tensor
+        work = dense(tensor)
+        if work.data_ptr() != tensor.data_ptr() or work.stride() != tensor.stride():
+            check_writable(tensor, "all_reduce_")
+        self._reduce_all(tensor, work, plan, "all_reduce_", limit_s)
+        return _put_back(tensor, work)
+
+    def all_reduce(self, tensor: Tensor, op: ReduceOp | str, out: Tensor | None, timeout_s: float | None) -> Tensor:
+        """Combine into a new tensor, or ``out``."""
+        core = self._core
+        plan = self._reductions.get((tensor.dtype, op)) or self._plan(tensor, op, "all_reduce")
+        limit_s = core.deadline(timeout_s, core.collective_s)
+        work = _copy(tensor) if out is None else _buffer(out, tuple(tensor.shape), tensor, "all_reduce").copy_(tensor.detach())
+        self._reduce_all(tensor, work, plan, "all_reduce", limit_s)
+        return _deliver(out, work)
+
+    def all_gather(self, tensor: Tensor, dim: int, out: Tensor | None, timeout_s: float | None) -> Tensor:
+        """Join equal shards along ``dim``."""
+        core = self._core
+        limit_s = core.deadline(timeout_s, core.collective_s)
+        payload = dense(tensor)
+        dim = normal_dim(dim, payload.dim(), "all_gather")
+        world_size = core.communicator.world_size
+        shape = _scaled(payload, dim, world_size)
+        stacked = (world_size, *payload.shape)
+        if out is not None:
+            check_out(out, shape, tensor, "all_gather")
+        direct = _buffer(out, shape, payload, "all_gather") if dim == 0 else None
+        target = payload.new_empty(stacked) if direct is None else direct.view(stacked)
+        moved = movable(payload)
+        self._agreed("all_gather", tensor, (dim,), core.communicator.all_gather, _rows(target, moved), moved, limit_s)
+        return _deliver(out, direct if direct is not None else target.movedim(0, dim).reshape(shape))
+
+    def all_gatherv(
+        self, tensor: Tensor, sizes: Sequence[int] | None, dim: int, out: Tensor | None, timeout_s: float | None
+    ) -> Tensor:
+        """Join shards whose sizes along ``dim`` differ."""
+        core = self._core
+        limit_s = core.deadline(timeout_s, core.collective_s)
+        payload = dense(tensor)
+        dim = _real_dim(dim, payload, "all_gatherv")
+        if sizes is None:
+            sizes = [row[0] for row in self._exchange("all_gatherv", [payload.shape[dim]], "", limit_s)]
+        _check_splits(sizes, core.communicator.world_size, "all_gatherv", "sizes")
+        if sizes[core.communicator.rank_in_group] != payload.shape[dim]:
+            raise ArgumentError(
+                f"all_gatherv: sizes={list(sizes)} says {sizes[core.communicator.rank_in_group]} for member "
+                f"{core.communicator.rank_in_group}, its tensor has {payload.shape[dim]} along dim {dim}"
+            )
+        joined = _Joined(payload, sizes, dim, out, "all_gatherv")
+        args = ([movable(piece) for piece in joined.pieces], movable(payload), limit_s)
+        core.run_agreed("all_gatherv", tensor, _loose(payload, dim, tuple(sizes)), core.communicator.all_gatherv, *args)
+        return joined.result()
+
+    def reduce_scatter(self, tensor: Tensor, dim: int, op: ReduceOp | str, out: Tensor | None, timeout_s: float | None) -> Tensor:
+        """Combine and keep this member's share along ``dim``."""
+        core = self._core
+        plan = self._reductions.get((tensor.dtype, op)) or self._plan(tensor, op, "reduce_scatter")
+        limit_s = core.deadline(timeout_s, core.collective_s)
+        payload = dense(tensor)
+        dim = _real_dim(dim, payload, "reduce_scatter")
+        world_size = core.communicator.world_size
+        if payload.shape[dim] % world_size:
+            raise ArgumentError(
+                f"reduce_scatter: dim {dim} has {payload.shape[dim]} elements, not a multiple of the {world_size} members of "
+                f"{core.name}; use reduce_scatterv with sizes"
+            )
+        rows = payload.unflatten(dim, (world_size, payload.shape[dim] // world_size)).movedim(dim, 0).contiguous()
+        output = _buffer(out, tuple(rows.shape[1:]), payload, "reduce_scatter")
+        args = (plan.apply(output), plan.apply(rows), plan.op, limit_s)
+        self._agreed("reduce_scatter", tensor, (dim, str(op)), core.communicator.reduce_scatter, *args)
+        return _deliver(out, output)
+
+    def reduce_scatterv(
+        self, tensor: Tensor, sizes: Sequence[int], dim: int, op: ReduceOp | str, out: Tensor | None, timeout_s: float | None
+    ) -> Tensor:
+        """Combine and keep a share whose size along ``dim`` differs between members."""
+        core = self._core
+        plan = self._reductions.get((tensor.dtype, op)) or self._plan(tensor, op, "reduce_scatterv")
+        limit_s = core.deadline(timeout_s, core.collective_s)
+        payload = dense(tensor)
+        dim = _real_dim(dim, payload, "reduce_scatterv")
+        world_size = core.communicator.world_size
+        _check_splits(sizes, world_size, "reduce_scatterv", "sizes", total=payload.shape[dim])
+        pieces = [plan.apply(piece.contiguous()) for piece in payload.split(list(sizes), dim)]
+        mine = pieces[core.communicator.rank_in_group]
+        received = mine.new_empty((world_size, *mine.shape))
+        shape = _resized(payload, dim, sizes[core.communicator.rank_in_group])
+        output = _buffer(out, shape, payload, "reduce_scatterv")
+        args = ([movable(row) for row in received], [movable(piece) for piece in pieces], limit_s)
+        agreed = (tensor.dtype, tuple(tensor.shape), dim, str(plan.op), tuple(sizes))
+        core.run_agreed("reduce_scatterv", tensor, agreed, core.communicator.all_to_allv, *args)
+        plan.apply(output).copy_(fold(received, plan.op))
+        return _deliver(out, output)
+
+    def all_to_all(self, tensor: Tensor, split_dim: int, concat_dim: int, out: Tensor | None, timeout_s: float | None) -> Tensor:
+        """Exchange equal parts."""
+        core = self._core
+        limit_s = core.deadline(timeout_s, core.collective_s)
+        payload = dense(tensor)
+        split_dim = _real_dim(split_dim, payload, "all_to_all")
+        concat_dim = _real_dim(concat_dim, payload, "all_to_all")
+        world_size = core.communicator.world_size
+        if payload.shape[split_dim] % world_size:
+            raise ArgumentError(
+                f"all_to_all: dim {split_dim} has {payload.shape[split_dim]} elements, not a multiple of the {world_size} "
+                f"members of {core.name}; use all_to_allv with splits"
+            )
+        part = payload.shape[split_dim] // world_size
+        pieces = [piece.contiguous() for piece in payload.split([part] * world_size, split_dim)]
+        joined = _Joined(pieces[0], [pieces[0].shape[concat_dim]] * world_size, concat_dim, out, "all_to_all")
+        args = ([movable(piece) for piece in joined.pieces], [movable(piece) for piece in pieces], limit_s)
+        self._agreed("all_to_all", tensor, (split_dim, concat_dim), core.communicator.all_to_allv, *args)
+        return joined.result()
+
+    def all_to_allv(
+        self,
+        tensor: Tensor,
+        splits: Sequence[int],
+        output_splits: Sequence[int] | None,
+        dim: int,
+        out: Tensor | None,
+        timeout_s: float | None,
+    ) -> Tensor:
+        """Exchange parts of any size along ``dim``."""
+        core = self._core
+        limit_s = core.deadline(timeout_s, core.collective_s)
+        payload = dense(tensor)
+        dim = _real_dim(dim, payload, "all_to_allv")
+        world_size = core.communicator.world_size
+        try:
+            _check_splits(splits, world_size, "all_to_allv", "splits", total=payload.shape[dim])
+            fault = ""
+        except ArgumentError as exc:
+            if output_splits is not None:
+                raise
+            fault = str(exc)
+        if output_splits is None:
+            sent = [0] * world_size if fault else list(splits)
+            output_splits = [row[core.communicator.rank_in_group] for row in self._exchange("all_to_allv", sent, fault, limit_s)]
+        _check_splits(output_splits, world_size, "all_to_allv", "output_splits")
+        pieces = [movable(piece.contiguous()) for piece in payload.split(list(splits), dim)]
+        joined = _Joined(payload, output_splits, dim, out, "all_to_allv")
+        args = ([movable(piece) for piece in joined.pieces], pieces, limit_s)
+        core.run_agreed("all_to_allv", tensor, _loose(payload, dim, ()), core.communicator.all_to_allv, *args)
+        return joined.result()
+
+    def broadcast_(self, tensor: Tensor, src: int, timeout_s: float | None) -> Tensor:
+        """Overwrite with that of ``src``."""
+        core = self._core
+        limit_s = core.deadline(timeout_s, core.collective_s)
+        core.member(src, "src")
+        check_writable(tensor, "broadcast_")
+        work = dense(tensor)
+        self._agreed("broadcast_", tensor, (src,), core.communicator.broadcast_, movable(work), src, limit_s)
+        return tensor if src == core.communicator.rank_in_group else _put_back(tensor, work)
+
+    def broadcast(self, tensor: Tensor, src: int, timeout_s: float | None) -> Tensor:
+        """A new tensor equal to that of ``src``."""
+        core = self._core
+        limit_s = core.deadline(timeout_s, core.collective_s)
+        core.member(src, "src")
+        work = (
+            _copy(tensor)
+            if src == core.communicator.rank_in_group
+            else torch.empty_like(tensor, memory_format=torch.contiguous_format, requires_grad=False)
+        )
+        self._agreed("broadcast", tensor, (src,), core.communicator.broadcast_, movable(work), src, limit_s)
+        return work
+
+    def reduce(self, tensor: Tensor, dst: int, op: ReduceOp | str, out: Tensor | None, timeout_s: float | None) -> Tensor | None:
+        """Combine on ``dst``."""
+        core = self._core
+        plan = self._reductions.get((tensor.dtype, op)) or self._plan(tensor, op, "reduce")
+        limit_s = core.deadline(timeout_s, core.collective_s)
+        at_dst = core.member(dst, "dst") == core.communicator.rank_in_group
+        payload = dense(tensor)
+        output = _buffer(out, tuple(payload.shape), payload, "reduce") if at_dst else None
+        args = (None if output is None else plan.apply(output), plan.apply(payload), dst, plan.op, limit_s)
+        self._agreed("reduce", tensor, (dst, str(op)), core.communicator.reduce, *args)
+        return None if output is None else _deliver(out, output)
+
+    def gather(self, tensor: Tensor, dst: int, dim: int, out: Tensor | None, timeout_s: float | None) -> Tensor | None:
+        """Join equal shards on ``dst``."""
+        core = self._core
+        limit_s = core.deadline(timeout_s, core.collective_s)
+        at_dst = core.member(dst, "dst") == core.communicator.rank_in_group
+        payload = dense(tensor)
+        dim = normal_dim(dim, payload.dim(), "gather")
+        world_size = core.communicator.world_size
+        shape = _scaled(payload, dim, world_size)
+        if at_dst and out is not None:
+            check_out(out, shape, tensor, "gather")
+        target = payload.new_empty((world_size, *payload.shape)) if at_dst else None
+        moved = movable(payload)
+        outputs = None if target is None else list(_rows(target, moved))
+        self._agreed("gather", tensor, (dst, dim), core.communicator.gather, outputs, moved, dst, limit_s)
+        return None if target is None else _deliver(out, target.movedim(0, dim).reshape(shape))
+
+    def barrier(self, timeout_s: float | None) -> None:
+        """Wait for every member."""
+        core = self._core
+        limit_s = core.deadline(timeout_s, core.spec.timeouts.control_s)
+        core.run_agreed("barrier", None, (), core.control.barrier, limit_s)
+
+    def _plan(self, tensor: Tensor, op: ReduceOp | str, operation: str) -> Reduction:
+        plan = reduction(tensor.dtype, op, operation)
+        if plan.view is None and not self._core.communicator.supports(Operation.ALL_REDUCE, tensor.dtype, tensor.nbytes):
+            raise DtypeError(f"{operation}: {self._core.communicator.kind} has no arithmetic on {tensor.dtype}; convert it first")
+        self._reductions[tensor.dtype, str(op)] = plan
+        return plan
+
+    def _reduce_all(self, tensor: Tensor, work: Tensor, plan: Reduction, operation: str, limit_s: float) -> None:
+        self._agreed(operation, tensor, (str(plan.op),), self._core.communicator.all_reduce_, plan.apply(work), plan.op, limit_s)
+
+    def _agreed(
+        self, operation: str, tensor: Tensor, agreed: tuple[object, ...], call: Callable[..., None], *args: object
+    ) -> None:
+        """Run an operation whose tensor has one shape and dtype on all members; an empty one moves nothing."""
+        run = call if tensor.numel() else _nothing
+        self._core.run_agreed(operation, tensor, (tensor.dtype, tuple(tensor.shape), *agreed), run, *args)
+
+    def _exchange(self, operation: str, values: list[int], fault: str, limit_s: float) -> list[list[int]]:
+        """Every member's ``values``; where one of them has a fault, all raise."""
+        core = self._core
+        mine = torch.tensor([1 if fault else 0, *values], dtype=torch.int64)
+        rows = mine.new_empty((core.control.world_size, mine.numel()))
+        core.run_agreed(operation + " sizes", None, (), core.control.all_gather, rows, mine, limit_s)
+        faulty = [member for member, row in enumerate(rows.tolist()) if row[0]]
+        if faulty:
+            raise ArgumentError(fault or f"{operation}: member {faulty[0]} of {core.name} gave splits that do not fit its tensor")
+        return [row[1:] for row in rows.tolist()]
+
+
+@final
+class _Joined:
+    """Receives pieces that are joined along ``dim``: views of the result where that is possible, else copied into it."""
+
+    def __init__(self, like: Tensor, sizes: Sequence[int], dim: int, out: Tensor | None, operation: str) -> None:
+        self._out = out
+        self._buffer = _buffer(out, _resized(like, dim, sum(sizes)), like, operation)
+        self._parts = self._buffer.split(list(sizes), dim)
+        self.pieces = [part if part.is_contiguous() else torch.empty_like(part).contiguous() for part in self._parts]
+
+    def result(self) -> Tensor:
+        """The joined tensor, or the caller's ``out``."""
+        for part, piece in zip(self._parts, self.pieces, strict=True):
+            if piece is not part:
+                part.copy_(piece)
+        return _deliver(self._out, self._buffer)
+
+
+def _nothing(*_: object) -> None:
+    """Stand in for a communicator where there is nothing to move."""
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    work = dense(tensor)
+    return work.clone() if same_storage(work, tensor) else work
+
+
+def _put_back(tensor: Tensor, work: Tensor) -> Tensor:
+    if work.data_ptr() != tensor.data_ptr() or work.stride() != tensor.stride():
+        tensor.detach().copy_(work)
+    return tensor
+
+
+def _buffer(out: Tensor | None, shape: tuple[int, ...], like: Tensor, operation: str) -> Tensor:
+    """A contiguous tensor to receive into: ``out`` itself where nothing speaks against it."""
+    if out is None:
+        return torch.empty(shape, dtype=like.dtype, device=like.device)
+    check_out(out, shape, like, operation)
+    if out.is_contiguous() and not out.requires_grad and not same_storage(out, like):
+        return out
+    return torch.empty(shape, dtype=like.dtype, device=like.device)
+
+
+def _deliver(out: Tensor | None, result: Tensor) -> Tensor:
+    if out is None:
+        return result
+    if out is not result:
+        out.detach().copy_(result)
+    return out
+
+
+def _rows(target: Tensor, moved: Tensor) -> Tensor:
+    """``target`` ``(world_size, ...)`` in the form that ``moved`` has, one row per member."""
+    return movable(target).view(target.shape[0], *moved.shape)
+
+
+def _scaled(tensor: Tensor, dim: int, factor: int) -> tuple[int, ...]:
+    """The shape of ``factor`` tensors joined along ``dim``; 0-dim tensors join to one dim."""
+    return _resized(tensor, dim, tensor.shape[dim] * factor) if tensor.dim() else (factor,)
+
+
+def _resized(tensor: Tensor, dim: int, size: int) -> tuple[int, ...]:
+    return (*tensor.shape[:dim], size, *tensor.shape[dim + 1 :])
+
+
+def _loose(tensor: Tensor, dim: int, sizes: tuple[int, ...]) -> tuple[object, ...]:
+    """What members agree on where their sizes along ``dim`` differ."""
+    return (tensor.dtype, _resized(tensor, dim, -1), dim, sizes)
+
+
+def _real_dim(dim: int, tensor: Tensor, operation: str) -> int:
+    if not tensor.dim():
+        raise DimError(f"{operation}: a 0-dim tensor has no dim to split or join along; use tensor.view(1)")
+    return normal_dim(dim, tensor.dim(), operation)
+
+
+def _check_splits(splits: Sequence[int], world_size: int, operation: str, word: str, total: int | None = None) -> None:
+    if len(splits) != world_size or any(size < 0 for size in splits):
+        raise ArgumentError(f"{operation}: {word}={list(splits)} must be {world_size} sizes of 0 or more, one per member")
+    if total is not None and sum(splits) != total:
+        raise ArgumentError(f"{operation}: {word}={list(splits)} add up to {sum(splits)}, the tensor has {total}")

@@ -1,0 +1,174 @@
+"""The heart of a coordinator: every operation passes through ``GroupCore.run``."""
+
+import os
+from collections.abc import Callable
+from time import perf_counter
+from typing import Final, TypeVar, final
+
+import torch
+from torch import Tensor
+
+from parallel_runtime.comm.communicator import Communicator
+from parallel_runtime.comm.groups import GroupSpec
+from parallel_runtime.comm.recorder import describe
+from parallel_runtime.errors import ArgumentError, CollectiveMismatchError, ContextStateError, GroupBusyError, PeerError
+
+__all__ = ["GroupCore"]
+
+_T = TypeVar("_T")
+_FINGERPRINT_BYTES: Final = 256
+
+
+@final
+class GroupCore:
+    """One open group: its communicators, and the rules that hold for every operation on it.
+
+    Attributes:
+        spec: What it was opened from.
+        communicator: Moves tensors.
+        control: Moves messages between CPUs; the same object where the group lives on CPU.
+        traffic: Lock, sequence and recorder, shared by the aliases of the group.
+    """
+
+    __slots__ = ("collective_s", "communicator", "control", "is_open", "name", "p2p_s", "spec", "traffic")
+
+    def __init__(self, spec: GroupSpec, communicator: Communicator, control: Communicator) -> None:
+        self.spec = spec
+        self.name = spec.name
+        self.communicator = communicator
+        self.control = control
+        self.traffic = communicator.traffic
+        self.collective_s = spec.timeouts.collective_s
+        self.p2p_s = spec.timeouts.p2p_s
+        self.is_open = True
+        self.traffic.users += 1
+
+    def run(self, operation: str, tensor: Tensor | None, call: Callable[..., _T], *args: object) -> _T:
+        """Run ``call(*args)`` as one numbered, recorded operation of this group.
+
+        Args:
+            operation: Name for errors and records.
+            tensor: What it moves, for errors and records; ``None`` for messages.
+            call: Does the work.
+            args: Handed to ``call``.
+
+        Returns:
+            What ``call`` returned.
+
+        Raises:
+            ContextStateError: The group is closed, or belongs to another process.
+            GroupBusyError: Another thread is inside an operation of this group.
+            PeerError: As raised by ``call``, with the group, the sequence and the operation in front.
+        """
+        traffic = self.traffic
+        if not self.is_open or traffic.pid != os.getpid():
+            raise ContextStateError(self._why_unusable(operation))
+        if not traffic.lock.acquire(False):
+            raise GroupBusyError(self._who_is_inside(operation))
+        sequence = traffic.sequence = traffic.sequence + 1
+        start = perf_counter()
+        if tensor is None:
+            entry = (self.name, sequence, operation, None, (), start)
+        else:
+            entry = (self.name, sequence, operation, tensor.dtype, tensor.shape, start)
+        recorder = traffic.recorder
+        recorder.start(entry)
+        try:
+            return call(*args)
+        except PeerError as exc:
+            raise self.named(exc, operation, tensor, sequence) from exc
+        finally:
+            recorder.finish(entry, perf_counter() - start)
+            traffic.lock.release()
+
+    def run_agreed(
+        self, operation: str, tensor: Tensor | None, agreed: tuple[object, ...], call: Callable[..., _T], *args: object
+    ) -> _T:
+        """``run``, after comparing ``agreed`` between all members where the group is checked.
+
+        Args:
+            operation: Name for errors and records.
+            tensor: What it moves, or ``None``.
+            agreed: What has to be equal on every member: dtype, shape, dim, op, src.
+            call: Does the work.
+            args: Handed to ``call``.
+
+        Returns:
+            What ``call`` returned.
+
+        Raises:
+            CollectiveMismatchError: The members entered different operations; raised on all of them, before anything ran.
+        """
+        if not self.spec.checked or self.control.world_size == 1:
+            return self.run(operation, tensor, call, *args)
+        return self.run(operation, tensor, self._checked, f"{operation}{agreed}", call, args)
+
+    def _checked(self, fingerprint: str, call: Callable[..., _T], args: tuple[object, ...]) -> _T:
+        mine = torch.zeros(_FINGERPRINT_BYTES, dtype=torch.uint8)
+        text = fingerprint.replace("torch.", "").encode()[:_FINGERPRINT_BYTES]
+        mine[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        rows = mine.new_empty((self.control.world_size, _FINGERPRINT_BYTES))
+        self.control.all_gather(rows, mine, self.spec.timeouts.control_s)
+        if not bool((rows == mine).all()):
+            entered = [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in rows]
+            table = "; ".join(f"member {member} entered {what}" for member, what in enumerate(entered))
+            raise CollectiveMismatchError(f"the members entered different operations: {table}")
+        return call(*args)
+
+    def named(self, exc: PeerError, operation: str, tensor: Tensor | None, sequence: int) -> PeerError:
+        """The same kind of error, with the group, the sequence number and the operation in its text."""
+        what = describe(operation, None, ()) if tensor is None else describe(operation, tensor.dtype, tuple(tensor.shape))
+        return type(exc)(f"{self.name} seq {sequence} {what}: {exc} (group-local; ranks of {self.name}: {self.spec.ranks})")
+
+    def member(self, value: int, word: str) -> int:
+        """Check a group-local peer.
+
+        Raises:
+            ArgumentError: ``value`` is not a position in the group.
+        """
+        world_size = self.communicator.world_size
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < world_size:
+            raise ArgumentError(
+                f"{word}={value!r} is not a member of {self.name}: peers are group-local, 0 to {world_size - 1} "
+                f"(world ranks {self.spec.ranks})"
+            )
+        return value
+
+    def deadline(self, timeout_s: float | None, default_s: float) -> float:
+        """``timeout_s``, or the group's own deadline where it is ``None``.
+
+        Raises:
+            ArgumentError: ``timeout_s`` is not positive.
+        """
+        if timeout_s is None:
+            return default_s
+        if not timeout_s > 0:
+            raise ArgumentError(f"timeout_s={timeout_s} must be a positive number of seconds")
+        return timeout_s
+
+    def close(self) -> None:
+        """Refuse further use; the last coordinator of a communicator frees it. Never communicates; twice is nothing."""
+        if not self.is_open:
+            return
+        self.is_open = False
+        self.traffic.users -= 1
+        if self.traffic.users == 0:
+            self.communicator.close()
+            if self.control is not self.communicator:
+                self.control.close()
+
+    def _why_unusable(self, operation: str) -> str:
+        if self.traffic.pid != os.getpid():
+            return (
+                f"{operation} on group {self.name}: the group belongs to another process (pid {self.traffic.pid}, this is "
+                f"{os.getpid()}); open a context of its own in a child process instead of forking one"
+            )
+        return f"{operation} on group {self.name}: the group is closed"
+
+    def _who_is_inside(self, operation: str) -> str:
+        current = self.traffic.recorder.current
+        inside = "an operation" if current is None else f"seq {current.sequence} {current.operation} of {current.group}"
+        return (
+            f"{operation} on group {self.name} while another thread is inside {inside}; use one thread per group, "
+            "or ctx.duplicate() for a second one"
+        )
