@@ -1,1 +1,37 @@
-__all__: list[str] = []
+"""Layers split over a tensor-parallel group; each is handed the one group it communicates over."""
+
+from parallel_runtime.layers.attention import Attention, causal_attention, causal_mask
+from parallel_runtime.layers.columns import ColumnPiece, ParallelColumns
+from parallel_runtime.layers.embedding import ParallelHead, VocabParallelEmbedding
+from parallel_runtime.layers.linear import (
+    ColumnParallelLinear,
+    GateUpParallelLinear,
+    QkvParallelLinear,
+    RowParallelLinear,
+)
+from parallel_runtime.layers.norm import RMSNorm
+from parallel_runtime.layers.regions import copy_to_group, gather_from_group, reduce_from_group
+from parallel_runtime.layers.rotary import RotaryAngles, RotaryPositions, rotate
+from parallel_runtime.layers.sources import TensorSource
+
+__all__ = [
+    "Attention",
+    "ColumnParallelLinear",
+    "ColumnPiece",
+    "GateUpParallelLinear",
+    "ParallelColumns",
+    "ParallelHead",
+    "QkvParallelLinear",
+    "RMSNorm",
+    "RotaryAngles",
+    "RotaryPositions",
+    "RowParallelLinear",
+    "TensorSource",
+    "VocabParallelEmbedding",
+    "causal_attention",
+    "causal_mask",
+    "copy_to_group",
+    "gather_from_group",
+    "reduce_from_group",
+    "rotate",
+]

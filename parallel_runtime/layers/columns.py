@@ -66,7 +66,7 @@ class ParallelColumns(nn.Module, ABC):
         super().__init__()
         self.tp = tp
         self.pieces = tuple(pieces)
-        self.local_sizes = tuple(len(piece.shards[tp.rank_in_group]) for piece in pieces)
+        self.local_sizes = [len(piece.shards[tp.rank_in_group]) for piece in pieces]
         rows = sum(self.local_sizes)
         self.weight = nn.Parameter(torch.empty(rows, in_features, dtype=dtype, device=device))
         self.bias = nn.Parameter(torch.empty(rows, dtype=dtype, device=device)) if bias else None
@@ -110,14 +110,14 @@ class ParallelColumns(nn.Module, ABC):
         """
         state: dict[str, Tensor] = {}
         for kind, parameter in self.named_parameters(recurse=False):
-            parts = parameter.detach().split(self.local_sizes)
+            parts = torch.split(parameter.detach(), self.local_sizes)
             for piece, part in zip(self.pieces, parts, strict=True):
                 state[f"{piece.name}.{kind}"] = gather_rows(part, piece.shards, self.tp)
         return state
 
     @torch.no_grad()
     def _fill(self, parameter: Tensor, sources: Sequence[TensorSource], kind: str) -> None:
-        targets = parameter.split(self.local_sizes)
+        targets = torch.split(parameter, self.local_sizes)
         for piece, source, target in zip(self.pieces, sources, targets, strict=True):
             check_shape(f"{piece.name}.{kind}", source, (piece.size, *parameter.shape[1:]))
             target.copy_(source[span(piece.shards[self.tp.rank_in_group])])
@@ -138,6 +138,6 @@ def gather_rows(part: Tensor, shards: Sequence[range], tp: GroupCoordinator) -> 
     """
     rows = tp.all_gatherv(part, [len(shard) for shard in shards], dim=0)
     full = rows.new_empty((max(shard.stop for shard in shards), *rows.shape[1:]))
-    for shard, values in zip(shards, rows.split([len(shard) for shard in shards]), strict=True):
+    for shard, values in zip(shards, torch.split(rows, [len(shard) for shard in shards]), strict=True):
         full[span(shard)] = values
     return full

@@ -337,7 +337,8 @@ class _DecoderLayer(nn.Module):
 
     def forward(self, hidden_TD: Tensor, angles: RotaryAngles, attention: Attention, index: int) -> Tensor:
         hidden_TD = hidden_TD + self.self_attn(self.input_layernorm(hidden_TD), angles, attention, index)
-        return hidden_TD + self.mlp(self.post_attention_layernorm(hidden_TD))
+        mlp_TD: Tensor = self.mlp(self.post_attention_layernorm(hidden_TD))
+        return hidden_TD + mlp_TD
 
     def load(self, weights: "_Weights") -> None:
         config, D = self._config, self._config.hidden_size
