@@ -10,10 +10,13 @@ from typing import Annotated, ClassVar, Literal, Self, final
 from pydantic import BeforeValidator, model_validator
 
 from parallel_runtime.config.base import FrozenModel
+from parallel_runtime.config.checks import check_model_fits
 from parallel_runtime.config.deadlines import Deadlines
+from parallel_runtime.config.model_shape import ModelShape
+from parallel_runtime.config.peers import MegatronSizes, SglangSizes, TorchtitanSizes, VllmSizes
 from parallel_runtime.errors import ConfigError
-from parallel_runtime.terms import DENSE_AXES, DenseAxis, Rank
-from parallel_runtime.topology import Layout
+from parallel_runtime.terms import DENSE_AXES, DenseAxis
+from parallel_runtime.topology import Layout, Uneven
 from parallel_runtime.topology.rules import check_order, check_sizes, fit_world
 
 __all__ = ["Backend", "DeviceKind", "ParallelConfig", "Shm"]
@@ -45,7 +48,7 @@ class ParallelConfig(FrozenModel):
         cp: Context-parallel size.
         ep: Expert-parallel width; ``etp * ep`` divides ``tp * cp * dp``.
         etp: Tensor-parallel width inside an expert; left out, ``gcd(tp, stage_size // ep)``. ``None`` only while a size is -1.
-        dcp: Decode-context-parallel width: slices of a tp group; with ``cp`` above 1 one of 1, ``cp``, ``tp * cp``.
+        dcp: Decode-context-parallel width: 1, or ``cp`` times a divisor of ``tp`` (slices of a tp group, each with all of cp).
         order: The dense axes, fastest first.
         backend: Communicators of the data plane.
         device: Where tensors live.
@@ -73,7 +76,7 @@ class ParallelConfig(FrozenModel):
     shm: Shm = "auto"
     checked: bool = False
     rank_offset: int = 0
-    ranks: Annotated[tuple[Rank, ...] | None, BeforeValidator(_as_tuple)] = None
+    ranks: Annotated[tuple[int, ...] | None, BeforeValidator(_as_tuple)] = None
 
     spellings: ClassVar[Mapping[str, str]] = MappingProxyType(
         {
@@ -185,6 +188,18 @@ class ParallelConfig(FrozenModel):
         sizes = fit_world(self._dense_sizes, world_size=world_size)
         return self if self.is_resolved else self.replace(**sizes)
 
+    def check_model(self, shape: ModelShape, *, uneven: Uneven = "allow") -> None:
+        """Refuse a model that this layout cannot cut.
+
+        Args:
+            shape: Numbers of the model.
+            uneven: ``"refuse"`` demands that heads, vocabulary and intermediate size are cut into equal parts.
+
+        Raises:
+            ConfigError: A size is still -1, or something does not fit; the text holds everything that does not.
+        """
+        check_model_fits(shape, self.layout, uneven=uneven)
+
     def agreed_settings(self) -> dict[str, object]:
         """Return what must be equal on all ranks, as plain JSON values.
 
@@ -215,6 +230,73 @@ class ParallelConfig(FrozenModel):
         self._need_resolved("a digest")
         text = json.dumps(self.agreed_settings(), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
+
+    @classmethod
+    def from_sglang(cls, **sizes: int) -> Self:
+        """Read SGLang's sizes.
+
+        Args:
+            **sizes: ``tp_size``, ``pp_size``, ``dp_size``, ``enable_dp_attention``, ``attn_dp_size``, ``attn_cp_size``,
+                ``ep_size``, ``moe_dp_size``, ``dcp_size``; see ``SglangSizes``.
+
+        Returns:
+            The config with the same groups.
+
+        Raises:
+            ConfigError: SGLang refuses the combination, or it has no counterpart here.
+        """
+        return cls(**SglangSizes.model_validate(sizes).settings())
+
+    @classmethod
+    def from_vllm(cls, **sizes: int) -> Self:
+        """Read vLLM's sizes.
+
+        Args:
+            **sizes: ``tensor_parallel_size``, ``pipeline_parallel_size``, ``data_parallel_size``,
+                ``prefill_context_parallel_size``, ``decode_context_parallel_size``, ``enable_expert_parallel``; see
+                ``VllmSizes``.
+
+        Returns:
+            The config with the same groups.
+
+        Raises:
+            ConfigError: vLLM refuses the combination.
+        """
+        return cls(**VllmSizes.model_validate(sizes).settings())
+
+    @classmethod
+    def from_megatron(cls, **sizes: int | str | None) -> Self:
+        """Read Megatron-core's sizes.
+
+        Args:
+            **sizes: ``world_size`` (needed), ``tensor_model_parallel_size``, ``pipeline_model_parallel_size``,
+                ``context_parallel_size``, ``expert_model_parallel_size``, ``expert_tensor_parallel_size``, ``order``; see
+                ``MegatronSizes``.
+
+        Returns:
+            The config with the same groups.
+
+        Raises:
+            ConfigError: Megatron refuses the combination, or its expert ranks follow another rule than ours.
+        """
+        return cls(**MegatronSizes.model_validate(sizes).settings())
+
+    @classmethod
+    def from_torchtitan(cls, **degrees: int) -> Self:
+        """Read torchtitan's degrees.
+
+        Args:
+            **degrees: ``tensor_parallel_degree``, ``pipeline_parallel_degree``, ``context_parallel_degree``,
+                ``data_parallel_replicate_degree``, ``data_parallel_shard_degree``, ``expert_parallel_degree``; see
+                ``TorchtitanSizes``.
+
+        Returns:
+            The config with the same groups.
+
+        Raises:
+            ConfigError: torchtitan refuses the combination.
+        """
+        return cls(**TorchtitanSizes.model_validate(degrees).settings())
 
     def _need_resolved(self, what: str) -> None:
         for axis, size in self._dense_sizes.items():

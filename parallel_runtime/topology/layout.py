@@ -52,12 +52,15 @@ class Coordinate:
 
 
 class _Selection(NamedTuple):
-    """Which axes a group spans: some axes of one view of the stage, and perhaps pp."""
+    """Which axes a group spans: some axes of one view of the stage, and perhaps pp.
+
+    ``tp_stride`` above 1 asks for members with cp fastest where tp is: that many tp indices come before the next cp index.
+    """
 
     view: Mesh
     axes: tuple[str, ...]
     spans_pp: bool = False
-    cp_first: bool = False
+    tp_stride: int = 1
 
 
 @final
@@ -292,14 +295,14 @@ class Layout:
         return _Selection(view, tuple(axis for axis in view.axes if axis in axes), spans_pp="pp" in axes)
 
     def _select_dcp(self) -> _Selection:
+        """Cut the tp axis in two: a dcp group is a slice of it, times all of cp."""
         if self.dcp == 1:
             return _Selection(self._dense, ())
-        if self.cp > 1:
-            return _Selection(self._dense, ("cp",) if self.dcp == self.cp else ("tp", "cp"), cp_first=True)
-        at = self._dense.axes.index("tp")
         axes, sizes = self._dense.axes, self._dense.sizes
-        cut = (self.dcp, self.tp // self.dcp)
-        return _Selection(Mesh((*axes[:at], "dcp", *axes[at:]), (*sizes[:at], *cut, *sizes[at + 1 :])), ("dcp",))
+        at = axes.index("tp")
+        width = self.dcp // self.cp
+        view = Mesh((*axes[:at], "dcp", *axes[at:]), (*sizes[:at], width, self.tp // width, *sizes[at + 1 :]))
+        return _Selection(view, ("dcp", "cp"), tp_stride=width if at < axes.index("cp") else 1)
 
     def _cell(self, rank: int) -> tuple[int, int]:
         """Return where a rank sits: its number in the stage, and its stage."""
@@ -320,8 +323,8 @@ class Layout:
             members = tuple(self.ranks[places.start : places.stop : places.step])
         else:
             members = tuple([self.ranks[place] for place in places])
-        if selection.cp_first and self.dcp > self.cp and selection.view.axes.index("tp") < selection.view.axes.index("cp"):
-            members = tuple(chain.from_iterable(members[tp :: self.tp] for tp in range(self.tp)))
+        if selection.tp_stride > 1:
+            members = tuple(chain.from_iterable(members[tp :: selection.tp_stride] for tp in range(selection.tp_stride)))
         return cast(tuple[Rank, ...], members)
 
     def _group_places(self, corner: int, stages: range, offsets: Sequence[int]) -> Sequence[int]:

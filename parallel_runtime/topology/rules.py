@@ -77,19 +77,15 @@ def check_dcp(dcp: int, *, tp: int, cp: int) -> None:
         cp: Context-parallel size.
 
     Raises:
-        ConfigError: ``dcp`` does not divide ``tp`` (cp 1), or is none of 1, cp, tp*cp (cp above 1).
+        ConfigError: ``dcp`` is neither 1 nor ``cp`` times a divisor of ``tp``.
     """
-    if cp == 1 and tp % dcp:
-        allowed = divisors(tp)
+    allowed = tuple(sorted({1, *(cp * width for width in divisors(tp))}))
+    if dcp not in allowed:
+        rule = f"does not divide tp={tp}, and a dcp group is a slice of a tp group"
+        if cp > 1:
+            rule = f"is not cp times a divisor of tp with tp={tp}, cp={cp}, and a dcp group is a slice of tp times all of cp"
         raise ConfigError(
-            f"dcp={dcp} does not divide tp={tp}, and a dcp group is a slice of a tp group; "
-            f"nearest dcp that do: {join_sizes(nearest(allowed, dcp))} (all: {join_sizes(allowed)})"
-        )
-    allowed = tuple(sorted({1, cp, tp * cp}))
-    if cp > 1 and dcp not in allowed:
-        raise ConfigError(
-            f"dcp={dcp} with tp={tp}, cp={cp}: beside context parallelism a dcp group is one rank, one cp group or a whole "
-            f"tp*cp block, so dcp is one of {join_sizes(allowed)}"
+            f"dcp={dcp} {rule}; nearest dcp that work: {join_sizes(nearest(allowed, dcp))} (all: {join_sizes(allowed)})"
         )
 
 

@@ -107,7 +107,9 @@ def split_vocabulary(vocab_size: int, *, parts: int, uneven: Uneven = "allow") -
     return _split(vocab_size, parts=parts, uneven=uneven, whole="vocabulary entries")
 
 
-def split_intermediate(size: int, *, parts: int, uneven: Uneven = "allow", multiple_of: int = 1) -> tuple[range, ...]:
+def split_intermediate(
+    size: int, *, parts: int, uneven: Uneven = "allow", multiple_of: int = 1, axis: str = "tp"
+) -> tuple[range, ...]:
     """Cut the intermediate size of an MLP over the ranks of a tp or etp group.
 
     Args:
@@ -115,6 +117,7 @@ def split_intermediate(size: int, *, parts: int, uneven: Uneven = "allow", multi
         parts: Ranks, at most ``size // multiple_of``.
         uneven: ``"refuse"`` demands parts of equal size.
         multiple_of: Every part is a multiple of this (the block size of a quantised weight).
+        axis: What an error calls ``parts``.
 
     Returns:
         One range of columns for each part.
@@ -130,7 +133,7 @@ def split_intermediate(size: int, *, parts: int, uneven: Uneven = "allow", multi
             f"blocks that divide it: {join_sizes(divisors(size))}"
         )
     whole = "intermediate columns" if multiple_of == 1 else f"blocks of {multiple_of} intermediate columns"
-    cut = _split(blocks, parts=parts, uneven=uneven, whole=whole)
+    cut = _split(blocks, parts=parts, uneven=uneven, whole=whole, part=axis)
     return tuple(range(part.start * multiple_of, part.stop * multiple_of) for part in cut)
 
 
