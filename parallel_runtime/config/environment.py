@@ -24,7 +24,7 @@ from parallel_runtime.config.slurm import first_host, read_slurm
 from parallel_runtime.errors import LauncherEnvironmentError
 from parallel_runtime.terms import Rank
 
-__all__ = ["Identity", "IdentitySource", "current_environ", "detect"]
+__all__ = ["Identity", "IdentitySource", "adopt_environ", "current_environ", "detect"]
 
 IdentitySource: TypeAlias = Literal["explicit", "torchrun", "openmpi", "mpich", "slurm", "single", "argument"]
 """Where an identity came from; ``argument`` is one that a caller wrote down."""
@@ -83,6 +83,16 @@ def current_environ() -> Mapping[str, str]:
         A read-only copy; later changes to the process's variables do not show in it.
     """
     return MappingProxyType(dict(os.environ))
+
+
+def adopt_environ(environ: Mapping[str, str]) -> None:
+    """Make these this process's variables, and no others: for a process that a launcher has just started for one rank.
+
+    Args:
+        environ: All variables from here on.
+    """
+    os.environ.clear()
+    os.environ.update(environ)
 
 
 def detect(environ: Mapping[str, str], *, needs_master: bool = True) -> Identity:

@@ -1,1 +1,5 @@
-__all__: list[str] = []
+"""The context: a world of ranks that have met, and the groups between them."""
+
+from parallel_runtime.context.parallel_context import ContextState, ParallelContext
+
+__all__ = ["ContextState", "ParallelContext"]

@@ -1,0 +1,424 @@
+"""ParallelContext: one world, from meeting its ranks to leaving them."""
+
+import os
+from collections.abc import Mapping
+from contextlib import ExitStack
+from enum import StrEnum
+from types import MappingProxyType, TracebackType
+from typing import NoReturn, Self, final
+
+import torch
+
+from parallel_runtime.comm.c10d import Store, gloo_device, wrap
+from parallel_runtime.comm.coordinator import GroupCoordinator
+from parallel_runtime.comm.local import LocalHub
+from parallel_runtime.config.environment import Identity, current_environ, detect
+from parallel_runtime.config.parallel_config import ParallelConfig
+from parallel_runtime.context.choices import choose_backend, choose_device, fit_config
+from parallel_runtime.context.groups import C10dConnector, Connector, GroupTable, connect_fake, local_connector
+from parallel_runtime.context.meeting_point import MeetingPoint, find_meeting_point, own_address
+from parallel_runtime.context.rendezvous import Meeting, Member, join_world, new_uid, wait_for_keys
+from parallel_runtime.errors import ArgumentError, CollectiveMismatchError, ContextStateError, RendezvousError
+from parallel_runtime.terms import GROUP_NAMES, Rank
+from parallel_runtime.topology.layout import Coordinate, Layout
+
+__all__ = ["ContextState", "ParallelContext"]
+
+
+class ContextState(StrEnum):
+    """Where a context is in its life. It goes forward only."""
+
+    NEW = "new"
+    OPEN = "open"
+    CLOSED = "closed"
+
+
+@final
+class ParallelContext:
+    """One world of ranks, for as long as a ``with`` block lasts.
+
+    Entering finds out who this rank is, meets the other ranks, makes sure that all of them mean the same world, and opens this
+    rank's groups: its members alone open a group, equal groups share one connection, and a group of one opens nothing. No default
+    process group of torch is made or used, so any number of contexts live side by side.
+
+    Leaving normally tells the others and waits for nobody, except that a rank which serves the world's store keeps it up to
+    ``deadlines.exit_s`` until the others have left. Leaving by an exception closes everything at once.
+
+    Args:
+        config: Sizes and settings; a size of -1 is filled in from the number of ranks.
+        identity: Who this rank is; by default as its launcher says (``detect``).
+        store: Where the ranks meet, any ``torch.distributed.Store``; by default as the launcher says. Borrowed.
+        hub: Connects ranks that are threads of this process; needs ``store`` and ``identity`` too. ``run_threads`` does it.
+
+    Raises:
+        ArgumentError: ``store`` is not a store.
+        ConfigError: The config, identity, store and hub do not fit together.
+        ContextStateError: Entered twice, used before or after, or in another process than the one that opened it.
+
+    Collective: entering; all ranks of the world, in the same order where they enter several contexts.
+    """
+
+    def __init__(
+        self,
+        config: ParallelConfig,
+        *,
+        identity: Identity | None = None,
+        store: Store | None = None,
+        hub: LocalHub | None = None,
+    ) -> None:
+        self._config = config
+        self._identity = identity
+        self._store = None if store is None else wrap(store)
+        self._hub = hub
+        self._state = ContextState.NEW
+        self._pid = os.getpid()
+        self._uid = ""
+        self._device = torch.device("cpu")
+        self._groups: dict[str, GroupCoordinator] = {}
+        self._extra_groups: dict[tuple[str, ...], GroupCoordinator] = {}
+        self._table: GroupTable | None = None
+        self._meeting: Meeting | None = None
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        """Meet the other ranks and open this rank's groups; undo what was done if a step fails.
+
+        Raises:
+            ContextStateError: It was entered before.
+            ConfigError: The config does not fit the world.
+            LauncherEnvironmentError: The launcher's variables do not say who this rank is.
+            RendezvousError: A rank is missing, differs or is there twice.
+            PeerTimeoutError: The store does not answer, or a group does not come together in time.
+        """
+        self._check_process()
+        if self._state is not ContextState.NEW:
+            raise ContextStateError(f"a ParallelContext is entered once; this one is {self._state}. Make a new one")
+        self._state = ContextState.CLOSED  # stays so if a step below raises
+        try:
+            with ExitStack() as stack:
+                self._open(stack)
+                self._stack = stack.pop_all()
+        except BaseException:
+            self._forget()
+            raise
+        self._state = ContextState.OPEN
+        return self
+
+    def __exit__(self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Close every group and leave the world. After an exception nothing waits and nothing communicates."""
+        if self._state is not ContextState.OPEN:
+            return
+        self._state = ContextState.CLOSED
+        if self._pid != os.getpid():
+            return  # a forked copy: the sockets belong to the parent
+        self._stack.__exit__(error_type, error, trace)
+        self._forget()
+
+    def close(self) -> None:
+        """Leave normally, for owners that do not use ``with``. Twice is nothing."""
+        self.__exit__(None, None, None)
+
+    @property
+    def state(self) -> ContextState:
+        """Where it is in its life."""
+        return self._state
+
+    @property
+    def config(self) -> ParallelConfig:
+        """The config, with every size known once the context was entered."""
+        return self._config
+
+    @property
+    def layout(self) -> Layout:
+        """The arrangement of the world's ranks."""
+        return self._config.layout
+
+    @property
+    def identity(self) -> Identity:
+        """Who this rank is. Hand it on, with ``store`` and ``hub``, to open a second context in the same rank.
+
+        Raises:
+            ContextStateError: Not entered yet.
+        """
+        if self._identity is None:
+            raise ContextStateError("this ParallelContext does not know its rank yet; enter it with `with context:`")
+        return self._identity
+
+    @property
+    def store(self) -> Store | None:
+        """Where the ranks meet; ``None`` for a world of one or of pretended ranks, and after closing."""
+        return self._store
+
+    @property
+    def hub(self) -> LocalHub | None:
+        """What connects ranks that are threads; ``None`` for processes."""
+        return self._hub
+
+    @property
+    def rank(self) -> Rank:
+        """Position in the world.
+
+        Raises:
+            ContextStateError: Not entered yet.
+        """
+        return self.identity.rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks of this context's world."""
+        return self._config.world_size
+
+    @property
+    def local_rank(self) -> int:
+        """Position of this rank on its host.
+
+        Raises:
+            ContextStateError: Not entered yet.
+        """
+        return self.identity.local_rank
+
+    @property
+    def host(self) -> str:
+        """Name of this rank's host."""
+        return os.uname().nodename
+
+    @property
+    def coordinate(self) -> Coordinate:
+        """This rank's index on every axis.
+
+        Raises:
+            ContextStateError: Not entered yet.
+        """
+        return self.layout.coordinate(self.rank)
+
+    @property
+    def uid(self) -> str:
+        """Equal on all ranks and never used by another context; ``""`` before it is known."""
+        return self._uid
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank keeps its tensors."""
+        return self._device
+
+    @property
+    def world(self) -> GroupCoordinator:
+        """All ranks."""
+        return self.group("world")
+
+    @property
+    def stage(self) -> GroupCoordinator:
+        """All ranks of this rank's pipeline stage."""
+        return self.group("stage")
+
+    @property
+    def tp(self) -> GroupCoordinator:
+        """This rank's tensor-parallel group."""
+        return self.group("tp")
+
+    @property
+    def cp(self) -> GroupCoordinator:
+        """This rank's context-parallel group."""
+        return self.group("cp")
+
+    @property
+    def dp(self) -> GroupCoordinator:
+        """This rank's data-parallel group."""
+        return self.group("dp")
+
+    @property
+    def pp(self) -> GroupCoordinator:
+        """The ranks that hold this rank's pipeline."""
+        return self.group("pp")
+
+    @property
+    def ep(self) -> GroupCoordinator:
+        """This rank's expert-parallel group."""
+        return self.group("ep")
+
+    @property
+    def etp(self) -> GroupCoordinator:
+        """The ranks that share this rank's experts tensor-wise."""
+        return self.group("etp")
+
+    @property
+    def edp(self) -> GroupCoordinator:
+        """The ranks that hold copies of this rank's experts."""
+        return self.group("edp")
+
+    @property
+    def dcp(self) -> GroupCoordinator:
+        """This rank's decode-context-parallel group."""
+        return self.group("dcp")
+
+    def group(self, name: str) -> GroupCoordinator:
+        """One of the groups that were opened on entering.
+
+        Args:
+            name: ``world``, ``stage``, or an axis.
+
+        Returns:
+            The group; of one rank where the axis has size 1.
+
+        Raises:
+            ArgumentError: There is no group of that name.
+            ContextStateError: The context is not open, or was opened by another process.
+        """
+        self._check_open()
+        if name not in self._groups:
+            raise ArgumentError(f"no group is called {name!r}; there are {', '.join(GROUP_NAMES)}, and open_group for others")
+        return self._groups[name]
+
+    def groups(self) -> Mapping[str, GroupCoordinator]:
+        """Every group that was opened on entering, by name.
+
+        Raises:
+            ContextStateError: The context is not open, or was opened by another process.
+        """
+        self._check_open()
+        return MappingProxyType(self._groups)
+
+    def open_group(self, *axes: str) -> GroupCoordinator:
+        """Open this rank's group along several axes together, such as ``("tp", "cp")``. It closes with the context.
+
+        Args:
+            axes: Dense axes, or expert axes and ``pp``.
+
+        Returns:
+            The group. Asking for the same axes again gives the same one.
+
+        Raises:
+            CollectiveMismatchError: Another member opens a different group at this point; raised on all of them.
+            ConfigError: The axes do not go together.
+            ContextStateError: The context is not open, or was opened by another process.
+            RendezvousError: A member did not ask within ``deadlines.join_s``.
+
+        Collective: all ranks, in the same order where they open several; a rank waits for the members of its own group only.
+        """
+        self._check_open()
+        if axes not in self._extra_groups:
+            ranks = self.layout.group_of(self.rank, *axes)
+            if self._meeting is not None:
+                self._agree_on_extra_group(self._meeting, axes, ranks)
+            assert self._table is not None
+            self._extra_groups[axes] = self._table.open(*axes)
+            self._stack.callback(self._extra_groups[axes].close)
+        return self._extra_groups[axes]
+
+    def __reduce__(self) -> NoReturn:
+        raise ContextStateError(
+            "contexts stay in their process, so a ParallelContext cannot be pickled or copied; "
+            "send its config, and open a context of its own in the other process"
+        )
+
+    def __repr__(self) -> str:
+        where = f"rank={self._identity.rank}, " if self._identity is not None else ""
+        return f"ParallelContext({where}{self._state}, uid={self._uid!r}, {self._config!r})"
+
+    def _open(self, stack: ExitStack) -> None:
+        needs_master = self._store is None and self._hub is None
+        if self._identity is None:
+            self._identity = detect(current_environ(), needs_master=needs_master)
+        identity = self._identity
+        self._config = fit_config(self._config, identity)
+        self._device = choose_device(self._config, identity, is_thread=self._hub is not None)
+        backend = choose_backend(self._config, self._device, has_hub=self._hub is not None)
+        if self._config.world_size == 1 or backend == "fake":
+            self._uid = new_uid()
+            connect: Connector = connect_fake
+        else:
+            self._meeting = self._meet(stack)
+            self._uid = self._meeting.uid
+            connect = self._connector(backend, self._meeting)
+        self._table = GroupTable(
+            layout=self.layout,
+            rank=identity.rank,
+            uid=self._uid,
+            local_rank=identity.local_rank,
+            device=self._device,
+            deadlines=self._config.deadlines,
+            checked=self._config.checked,
+            connect=connect,
+        )
+        for name in GROUP_NAMES:
+            self._groups[name] = self._table.open(name)
+            stack.callback(self._groups[name].close)
+
+    def _meet(self, stack: ExitStack) -> Meeting:
+        """Find the store, join the others there, and arrange how this rank leaves."""
+        config, environ, ranks = self._config, current_environ(), self.layout.ranks
+        join_s = config.deadlines.join_s
+        if self._store is not None:
+            point = MeetingPoint(self._store)
+        else:
+            point = find_meeting_point(self.identity, first_rank=Rank(ranks[0]), environ=environ, timeout_s=join_s)
+            self._store = point.store
+        member = Member.of_this_process(self.rank, config.agreed_settings())
+        attempt = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        meeting = join_world(self._store, member, ranks, timeout_s=join_s, attempt=attempt)
+        stack.push(_Departure(meeting, serves_store=point.server is not None, exit_s=config.deadlines.exit_s))
+        return meeting
+
+    def _connector(self, backend: str, meeting: Meeting) -> Connector:
+        if backend == "local":
+            assert self._hub is not None
+            return local_connector(self._hub)
+        return C10dConnector(
+            store=meeting.room,
+            backend=backend,
+            device=self._device,
+            transport=gloo_device(own_address(self.identity)),
+            timeout_s=self._config.deadlines.join_s,
+        )
+
+    def _agree_on_extra_group(self, meeting: Meeting, axes: tuple[str, ...], ranks: tuple[Rank, ...]) -> None:
+        """Members alone compare what they open as their n-th extra group: an order that differs is an error, never a hang."""
+        number = len(self._extra_groups)
+        meeting.room.set(f"extra/{number}/{self.rank}", "+".join(axes))
+        join_s = self._config.deadlines.join_s
+        if not wait_for_keys(meeting.room, [f"extra/{number}/{rank}" for rank in ranks], join_s):
+            late = [rank for rank in ranks if not meeting.room.check([f"extra/{number}/{rank}"])]
+            raise RendezvousError(
+                f"group {'+'.join(axes)} of ranks {list(ranks)}: did not open it within {join_s:g} s: {', '.join(map(str, late))}"
+            )
+        opened = {rank: meeting.room.get(f"extra/{number}/{rank}").decode() for rank in ranks}
+        if len(set(opened.values())) > 1:
+            said = ", ".join(f"rank {rank} opens {what}" for rank, what in opened.items())
+            raise CollectiveMismatchError(f"extra groups are opened in the same order on every rank; as no. {number + 1}, {said}")
+
+    def _check_process(self) -> None:
+        if self._pid != os.getpid():
+            raise ContextStateError(
+                f"this context belongs to another process: made in pid {self._pid}, used in pid {os.getpid()}, which was forked "
+                f"from it. Contexts stay in their process; open one of its own in the child"
+            )
+
+    def _check_open(self) -> None:
+        self._check_process()
+        if self._state is not ContextState.OPEN:
+            hint = "enter it with `with context:`" if self._state is ContextState.NEW else "make a new one"
+            raise ContextStateError(f"this ParallelContext is {self._state}, so it has no groups; {hint}")
+
+    def _forget(self) -> None:
+        """Drop every reference, since torch frees sockets and threads with the last one."""
+        self._groups, self._extra_groups = {}, {}
+        self._table = self._meeting = self._store = None
+        self._stack = ExitStack()
+
+
+@final
+class _Departure:
+    """The last thing a context does: tell the others that this rank has left and, if they need its store, wait for them."""
+
+    def __init__(self, meeting: Meeting, *, serves_store: bool, exit_s: float) -> None:
+        self._meeting = meeting
+        self._serves_store = serves_store
+        self._exit_s = exit_s
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._meeting.leave("" if error_type is None else f"{error_type.__name__}: {error}")
+        if error_type is None and self._serves_store:
+            self._meeting.wait_until_all_left(self._exit_s)

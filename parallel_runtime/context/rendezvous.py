@@ -1,0 +1,297 @@
+"""How the ranks of a world find each other: a roster in a store, and one verdict that holds for all of them.
+
+Every rank writes who it is and what it was told. The first rank of the world compares what all of them wrote and settles the
+verdict: the identity of the new context, or the text of an error that names the odd one. Whoever sees first that the world cannot
+come together (a deadline, a rank that is there twice) may settle it too; the first word counts, and every rank that is there
+gets it.
+
+Nothing here knows about groups. Keys are never reused: the n-th time that this set of ranks opens a context on this store is room
+n of that set, on every rank.
+"""
+
+import hashlib
+import json
+import os
+import time
+import uuid
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from importlib.metadata import version
+from typing import final
+
+import torch
+
+from parallel_runtime.comm.c10d import Store, prefix_store
+from parallel_runtime.errors import RendezvousError
+from parallel_runtime.terms import Rank
+
+__all__ = ["Meeting", "Member", "compare_members", "join_world", "new_uid", "wait_for_keys"]
+
+_SLICE_S = 0.2
+"""Longest wait inside the store at once, so that Ctrl-C and another rank's verdict are seen."""
+_SETTLE_S = 1.0
+"""How long a difference between ranks waits for the others, so that the odd one can be told from the majority."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """One rank's entry in the roster.
+
+    Attributes:
+        rank: Position in the world.
+        host: Name of its host.
+        pid: Its process there.
+        settings: What must be equal on all ranks: the config's, and the versions of this library and torch.
+    """
+
+    rank: int
+    host: str
+    pid: int
+    settings: Mapping[str, object]
+
+    @classmethod
+    def of_this_process(cls, rank: int, settings: Mapping[str, object]) -> "Member":
+        """The entry of the calling process.
+
+        Args:
+            rank: Position in the world.
+            settings: Of its config.
+
+        Returns:
+            The entry, versions included.
+        """
+        versions = {"parallel_runtime": version("parallel-runtime"), "torch": torch.__version__}
+        return cls(rank=rank, host=os.uname().nodename, pid=os.getpid(), settings={**settings, **versions})
+
+    def to_json(self) -> str:
+        """The entry as text for the store."""
+        return json.dumps(asdict(self), sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: bytes) -> "Member":
+        """Read an entry back.
+
+        Args:
+            text: From ``to_json``.
+
+        Returns:
+            An equal entry.
+        """
+        return cls(**json.loads(text))
+
+    @property
+    def is_where(self) -> str:
+        """Its process and host, for people."""
+        return f"pid {self.pid} on {self.host}"
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Meeting:
+    """A world that has come together.
+
+    Attributes:
+        uid: Of the context that is being opened; never used before, equal on every rank.
+        room: View of the store that belongs to this context alone.
+        ranks: Of its world.
+        rank: This one.
+    """
+
+    uid: str
+    room: Store
+    ranks: Sequence[int]
+    rank: Rank
+
+    def leave(self, reason: str) -> None:
+        """Tell whoever asks that this rank is gone. Waits for nobody; a store that is gone too is no error.
+
+        Args:
+            reason: ``""`` for a normal exit.
+        """
+        with suppress(RuntimeError):
+            self.room.set(f"left/{self.rank}", reason or "closed")
+
+    def wait_until_all_left(self, timeout_s: float) -> bool:
+        """Wait for every rank's ``leave``.
+
+        Args:
+            timeout_s: Longest wait in seconds.
+
+        Returns:
+            Whether all have left.
+
+        Raises:
+            RendezvousError: The store is gone.
+        """
+        return wait_for_keys(self.room, [f"left/{rank}" for rank in self.ranks], timeout_s)
+
+
+def new_uid() -> str:
+    """An identity that no context has had.
+
+    Returns:
+        12 hexadecimal digits.
+    """
+    return uuid.uuid4().hex[:12]
+
+
+def join_world(store: Store, member: Member, ranks: Sequence[int], *, timeout_s: float, attempt: str = "0") -> Meeting:
+    """Meet the other ranks and agree that all mean the same world.
+
+    Args:
+        store: Reached by every rank.
+        member: This rank's entry.
+        ranks: Of the world, equal on every rank.
+        timeout_s: Longest wait for the others, in seconds.
+        attempt: Separates the tries of a launcher that restarts its ranks and keeps its store.
+
+    Returns:
+        The meeting, equal on every rank.
+
+    Raises:
+        RendezvousError: A rank is missing, differs or joined twice: the same text on every rank. Or the store is gone.
+
+    Collective: all ranks; they only meet in the store.
+    """
+    deadline = time.monotonic() + timeout_s
+    scope = prefix_store(store, f"parallel_runtime/{attempt}/{_name_ranks(ranks)}")
+    try:
+        number = scope.add(f"opened/{member.rank}", 1)
+        room = prefix_store(scope, str(number))
+        room.set(f"member/{member.rank}", member.to_json())
+        if number > 1:
+            _refuse_second_process(prefix_store(scope, str(number - 1)), member)
+        verdict = _wait_for_verdict(room, member, ranks, deadline, timeout_s)
+    except RuntimeError as error:
+        if isinstance(error, RendezvousError):
+            raise
+        raise RendezvousError(f"rank {member.rank} lost the store in which the ranks meet: {_first_line(error)}") from error
+    if problem := verdict.get("error"):
+        raise RendezvousError(problem)
+    return Meeting(uid=verdict["uid"], room=room, ranks=ranks, rank=Rank(member.rank))
+
+
+def compare_members(members: Sequence[Member]) -> str:
+    """Say which members were told something else than the others.
+
+    Args:
+        members: In rank order.
+
+    Returns:
+        ``""`` if all agree, else one clause per odd rank with the settings that differ.
+    """
+    texts = [json.dumps(dict(member.settings), sort_keys=True) for member in members]
+    if len(set(texts)) < 2:
+        return ""
+    common, count = Counter(texts).most_common(1)[0]
+    usual = members[texts.index(common)]
+    reference = "the others have" if count > 1 else f"rank {usual.rank} on host {usual.host} has"
+    odd = [member for member, text in zip(members, texts, strict=True) if text != common]
+    return "; ".join(_describe_odd(member, usual, reference) for member in odd)
+
+
+def wait_for_keys(store: Store, keys: Sequence[str], timeout_s: float) -> bool:
+    """Wait until every key is set, letting Ctrl-C through.
+
+    Args:
+        store: Where.
+        keys: Which.
+        timeout_s: Longest wait in seconds.
+
+    Returns:
+        Whether all of them are set.
+
+    Raises:
+        RendezvousError: The store is gone.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        left_s = deadline - time.monotonic()
+        try:
+            store.wait(list(keys), timedelta(seconds=max(0.001, min(_SLICE_S, left_s))))
+        except RuntimeError as error:
+            if "imeout" not in str(error) and "imed out" not in str(error):
+                raise RendezvousError(f"the store in which the ranks meet is gone: {_first_line(error)}") from error
+        else:
+            return True
+        if left_s <= 0:
+            return False
+
+
+def _wait_for_verdict(room: Store, member: Member, ranks: Sequence[int], deadline: float, timeout_s: float) -> dict[str, str]:
+    if member.rank == ranks[0]:
+        return _settle(room, _judge(room, ranks, deadline, timeout_s))
+    if wait_for_keys(room, ["verdict"], deadline - time.monotonic()):
+        return _read_verdict(room.get("verdict"))
+    present = [rank for rank in ranks if room.check([f"member/{rank}"])]
+    return _settle(room, {"error": _missing_text(present, ranks, timeout_s)})
+
+
+def _judge(room: Store, ranks: Sequence[int], deadline: float, timeout_s: float) -> dict[str, str]:
+    """What the first rank finds once all have come, or it cannot wait any longer, or somebody else has settled it."""
+    members: dict[int, Member] = {}
+    while True:
+        missing = [rank for rank in ranks if rank not in members]
+        for rank in missing:
+            if room.check([f"member/{rank}"]):
+                members[rank] = Member.from_json(room.get(f"member/{rank}"))
+        missing = [rank for rank in missing if rank not in members]
+        difference = compare_members([members[rank] for rank in ranks if rank in members])
+        if difference:
+            deadline = min(deadline, time.monotonic() + _SETTLE_S)
+        if not missing or time.monotonic() >= deadline:
+            break
+        if room.check(["verdict"]):
+            return _read_verdict(room.get("verdict"))
+        wait_for_keys(room, [f"member/{missing[0]}"], min(_SLICE_S, deadline - time.monotonic()))
+    if difference:
+        return {"error": difference}
+    return {"error": _missing_text(list(members), ranks, timeout_s)} if missing else {"uid": new_uid()}
+
+
+def _settle(room: Store, verdict: dict[str, str]) -> dict[str, str]:
+    """Make it the verdict unless there is one already; the one that holds."""
+    return _read_verdict(room.compare_set("verdict", "", json.dumps(verdict)))
+
+
+def _read_verdict(text: bytes) -> dict[str, str]:
+    verdict: dict[str, str] = json.loads(text)
+    return verdict
+
+
+def _refuse_second_process(previous_room: Store, member: Member) -> None:
+    """A rank whose last context is held by another process is there twice."""
+    if not wait_for_keys(previous_room, [f"member/{member.rank}"], _SETTLE_S):
+        return
+    previous = Member.from_json(previous_room.get(f"member/{member.rank}"))
+    is_same = (previous.host, previous.pid) == (member.host, member.pid)
+    if is_same or previous_room.check([f"left/{member.rank}"]):
+        return
+    problem = f"rank {member.rank} joined twice: {previous.is_where}, {member.is_where}"
+    _settle(previous_room, {"error": problem})
+    raise RendezvousError(problem)
+
+
+def _describe_odd(member: Member, usual: Member, reference: str) -> str:
+    names = sorted(name for name in {*member.settings, *usual.settings} if member.settings.get(name) != usual.settings.get(name))
+    has, others = (", ".join(f"{name}={who.settings.get(name)}" for name in names) for who in (member, usual))
+    return f"rank {member.rank} on host {member.host} has {has} where {reference} {others}"
+
+
+def _missing_text(present: Sequence[int], ranks: Sequence[int], timeout_s: float) -> str:
+    missing = [str(rank) for rank in ranks if rank not in present]
+    return f"{len(present)} of {len(ranks)} ranks joined within {timeout_s:g} s (deadlines.join_s); missing: {', '.join(missing)}"
+
+
+def _name_ranks(ranks: Sequence[int]) -> str:
+    if isinstance(ranks, range) and ranks.step == 1:
+        return f"{ranks.start}-{ranks.stop - 1}"
+    return hashlib.sha256(",".join(map(str, ranks)).encode()).hexdigest()[:16]
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

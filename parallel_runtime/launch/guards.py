@@ -1,0 +1,76 @@
+"""What must be true of a process before it may start ranks."""
+
+import multiprocessing
+import os
+import sys
+from pathlib import Path
+from types import FrameType, ModuleType
+
+from parallel_runtime.config.environment import current_environ, detect
+from parallel_runtime.errors import LauncherEnvironmentError, LaunchError
+
+__all__ = ["UNGUARDED_STATUS", "refuse_launched_rank", "refuse_unguarded_main", "unguarded_error"]
+
+UNGUARDED_STATUS = 78
+"""Exit status by which a rank tells its parent that importing the script launched again."""
+
+
+def unguarded_error() -> LaunchError:
+    """The error of a script that launches while it is imported.
+
+    Returns:
+        It names the script and the guard.
+    """
+    script = getattr(sys.modules["__main__"], "__file__", None) or "the script"
+    return LaunchError(
+        f"ranks were launched at the top level of {script}, outside its main guard. Every rank imports that file again to find "
+        f'its function, and would launch again. Put the call under the guard:\n\n'
+        '    if __name__ == "__main__":\n        launch(...)'
+    )
+
+
+def refuse_unguarded_main() -> None:
+    """Stop a script without a main guard before it starts processes without end.
+
+    A rank that is importing its parent's script leaves at once and in silence; its parent tells the story, once.
+
+    Raises:
+        LaunchError: The script is running its top level, and nothing in it asks for ``__name__``.
+    """
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        os._exit(UNGUARDED_STATUS)
+    main = sys.modules["__main__"]
+    if _runs_its_top_level(main) and "__name__" not in _source(main):
+        raise unguarded_error()
+
+
+def refuse_launched_rank() -> None:
+    """Stop a rank of a launched world from launching.
+
+    Raises:
+        LaunchError: A launcher has already made this process one of several ranks.
+    """
+    try:
+        identity = detect(current_environ(), needs_master=False)
+    except LauncherEnvironmentError:
+        return  # leftovers; the ranks started here get variables of their own
+    if identity.world_size > 1:
+        raise LaunchError(
+            f"this process is already rank {identity.rank} of {identity.world_size} ({identity.source}); a rank opens "
+            f"`with ParallelContext(config) as ctx:`, it does not launch others. To launch ranks, start the script as one process"
+        )
+
+
+def _runs_its_top_level(main: ModuleType) -> bool:
+    frame: FrameType | None = sys._getframe()
+    while frame and not (frame.f_code.co_name == "<module>" and frame.f_globals is main.__dict__):
+        frame = frame.f_back
+    return frame is not None
+
+
+def _source(main: ModuleType) -> str:
+    """Text of the script; one that cannot be read counts as guarded."""
+    try:
+        return Path(main.__file__ or "").read_text(encoding="utf-8")
+    except (AttributeError, OSError, UnicodeDecodeError):
+        return "__name__"

@@ -1,0 +1,277 @@
+"""Ranks as processes of this machine: start them, watch them, bring back what they return."""
+
+import multiprocessing
+import os
+import pickle
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from multiprocessing import forkserver
+from multiprocessing.context import ForkServerProcess
+from types import FrameType, TracebackType
+from typing import Generic, NoReturn, Self, TypeVar, final
+
+from parallel_runtime.comm.c10d import HostedStore, listen_store
+from parallel_runtime.config.environment import current_environ
+from parallel_runtime.config.parallel_config import ParallelConfig
+from parallel_runtime.errors import ArgumentError, ConfigError, ContextStateError, LaunchError
+from parallel_runtime.launch.guards import refuse_launched_rank, refuse_unguarded_main
+from parallel_runtime.launch.payload import name_of, pack_call
+from parallel_runtime.launch.rank_process import Job, RankTask, run_rank
+from parallel_runtime.launch.supervise import RankHandle, Supervisor, end_processes
+from parallel_runtime.launch.wires import Descriptor, MessageReader, sealed
+from parallel_runtime.terms import Rank
+
+__all__ = ["LocalRanks", "check_startable", "launch", "threads_per_rank"]
+
+_T = TypeVar("_T")
+
+_PRELOAD = ("torch", "parallel_runtime.launch.rank_process")
+
+
+@final
+class LocalRanks(Generic[_T]):
+    """Every rank of a world as a process of this machine, for as long as a ``with`` block lasts.
+
+    Args:
+        fn: Runs as ``fn(ctx, *args)`` on every rank. A function that other processes can import by name.
+        config: Of the context that each rank enters; ranks are numbered from 0.
+        args: Further arguments; each rank gets a copy. Connections, queues and locks of ``multiprocessing`` may be among them.
+        host: Loopback address on which the ranks meet, ``"127.0.0.1"`` or ``"::1"``.
+
+    Leaving the block, in whatever way, ends every rank that still runs.
+
+    Raises:
+        ArgumentError: ``fn`` cannot be called.
+        ConfigError: The config is for threads, or does not number its ranks from 0.
+    """
+
+    def __init__(
+        self, fn: Callable[..., _T], config: ParallelConfig, *, args: Sequence[object] = (), host: str = "127.0.0.1"
+    ) -> None:
+        check_startable(fn, config, backends=("auto", "gloo", "nccl"))
+        self._fn = fn
+        self._config = config
+        self._args = args
+        self._host = host
+        self._handles: list[RankHandle] = []
+        self._supervisor: Supervisor | None = None
+        self._server: HostedStore | None = None
+        self._is_entered = False
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        if self._is_entered:
+            raise ContextStateError("LocalRanks is entered once; make a new one to start ranks again")
+        self._is_entered = True
+        refuse_unguarded_main()
+        refuse_launched_rank()
+        call, handles = pack_call(self._fn, self._args)
+        with ExitStack() as stack:
+            job = self._make_job(call, stack)
+            self._start(job, handles, stack)
+            self._stack = stack.pop_all()
+        start_s = self._config.deadlines.join_s
+        self._supervisor = Supervisor(self._handles, what=name_of(self._fn), start_s=start_s)
+        return self
+
+    def __exit__(self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._supervisor = None
+        self._stack.close()
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Process ids in rank order."""
+        return tuple(handle.pid for handle in self._handles)
+
+    def check(self) -> bool:
+        """Look at the ranks without waiting.
+
+        Returns:
+            Whether every rank has returned.
+
+        Raises:
+            ContextStateError: Outside the ``with`` block.
+            LaunchError: A rank did not start within ``deadlines.join_s``.
+            RankFailedError: A rank failed.
+        """
+        return self._running().check()
+
+    def wait(self, timeout_s: float | None = None) -> list[_T]:
+        """Wait until every rank has returned.
+
+        Args:
+            timeout_s: Longest wait in seconds; ``None`` waits as long as they run.
+
+        Returns:
+            Each rank's result, in rank order.
+
+        Raises:
+            ContextStateError: Outside the ``with`` block.
+            LaunchError: They did not return in time, or did not start.
+            RankFailedError: A rank failed; the first cause comes first, what followed is marked as such.
+        """
+        supervisor = self._running()
+        results = supervisor.wait(timeout_s)
+        supervisor.wait_for_exit(self._config.deadlines.exit_s)
+        return results
+
+    def _running(self) -> Supervisor:
+        if self._supervisor is None:
+            raise ContextStateError("these ranks are not running; use LocalRanks inside its `with` block")
+        return self._supervisor
+
+    def _make_job(self, call: bytes, stack: ExitStack) -> bytes:
+        world_size = self._config.world_size
+        environ = dict(current_environ())
+        num_threads = threads_per_rank(world_size, environ)
+        store = None
+        if world_size > 1:
+            self._server = listen_store(self._host)
+            stack.callback(self._drop_store)
+            store = (self._host, self._server.port)
+        return pickle.dumps(Job(config=self._config, call=call, environ=environ, num_threads=num_threads, store=store))
+
+    def _drop_store(self) -> None:
+        self._server = None
+
+    def _start(self, job: bytes, arguments: Sequence[object], stack: ExitStack) -> None:
+        lifeline_read, lifeline_write = os.pipe()
+        stack.callback(end_processes, self._handles, lifeline_write)
+        with ExitStack() as handed_over, _forkserver_with_torch():
+            handed_over.callback(os.close, lifeline_read)
+            job_fd = sealed(job)
+            handed_over.callback(os.close, job_fd)
+            for rank in range(self._config.world_size):
+                messages, outcome = os.pipe()
+                reader = MessageReader(messages)
+                task = RankTask(
+                    rank=Rank(rank),
+                    job=Descriptor(job_fd),
+                    outcome=Descriptor(outcome),
+                    lifeline=Descriptor(lifeline_read),
+                    output=(Descriptor(1), Descriptor(2)),
+                    handles=arguments,
+                )
+                try:
+                    self._handles.append(_start_process(task, reader))
+                finally:
+                    os.close(outcome)
+
+
+def launch(
+    fn: Callable[..., _T], config: ParallelConfig, *args: object, timeout_s: float | None = None, host: str = "127.0.0.1"
+) -> list[_T]:
+    """Run ``fn(ctx, *args)`` on every rank of a world of local processes.
+
+    The processes come from ``multiprocessing``'s fork server with torch preloaded: the first launch of a process takes seconds,
+    later ones a fraction of one. The caller's variables, start method, signal handlers, thread counts and default dtype are as
+    before afterwards; ``multiprocessing``'s idle server process stays until this process ends. While it waits in the main thread,
+    a SIGTERM that the caller does not handle raises ``SystemExit(143)``, so that the ranks are ended and files removed.
+
+    Each rank gets an equal share of the cores as intra-op threads, unless ``OMP_NUM_THREADS`` says otherwise or it is alone.
+    Ranks ignore Ctrl-C, which is the parent's to handle, and end when the parent does, however it ends.
+
+    Args:
+        fn: A function that other processes can import by name.
+        config: Of the context that each rank enters; decides the number of ranks.
+        *args: Further arguments; each rank gets a copy.
+        timeout_s: Longest run in seconds; ``None`` sets no limit.
+        host: Loopback address on which the ranks meet, ``"127.0.0.1"`` or ``"::1"``.
+
+    Returns:
+        What each rank returned, in rank order; ``None`` from a rank that called ``sys.exit(0)``.
+
+    Raises:
+        ArgumentError: ``fn`` cannot be called.
+        ConfigError: The config is for threads, or does not number its ranks from 0.
+        LaunchError: Nothing was started: the call cannot be pickled, the script has no main guard, this process is a rank itself.
+            Or the ranks did not start, or did not finish in time.
+        RankFailedError: A rank raised, exited or was killed; the others have been ended.
+    """
+    with _sigterm_as_exit(), LocalRanks(fn, config, args=args, host=host) as ranks:
+        return ranks.wait(timeout_s)
+
+
+def check_startable(fn: Callable[..., object], config: ParallelConfig, *, backends: Sequence[str]) -> None:
+    """Refuse what can never run on ranks started here.
+
+    Args:
+        fn: Must be callable.
+        config: Must be resolved, number its ranks from 0, and use one of ``backends``.
+        backends: What the caller can serve.
+
+    Raises:
+        ArgumentError: ``fn`` cannot be called.
+        ConfigError: The config does not fit.
+    """
+    if not callable(fn):
+        raise ArgumentError(f"fn must be a function that takes the context first, got a {type(fn).__name__}")
+    if not config.is_resolved:
+        raise ConfigError("a size of -1 needs a number of ranks; use config.resolve(world_size=...) before starting ranks")
+    if tuple(config.layout.ranks) != tuple(range(config.world_size)):
+        raise ConfigError(
+            f"ranks started here are numbered 0..{config.world_size - 1}, but the config numbers them "
+            f"{list(config.layout.ranks)}; leave rank_offset and ranks out"
+        )
+    if config.backend not in backends:
+        raise ConfigError(f"backend={config.backend!r} does not fit here; use one of {', '.join(backends)}")
+
+
+def threads_per_rank(world_size: int, environ: Mapping[str, str]) -> int | None:
+    """Intra-op threads of one of several ranks on this machine.
+
+    Args:
+        world_size: Ranks that share the cores this process may use.
+        environ: Where ``OMP_NUM_THREADS`` is looked up; it decides if set.
+
+    Returns:
+        The number, at least 1; ``None`` for a rank that is alone, which keeps torch's own choice.
+    """
+    chosen = environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
+    if chosen.isdecimal() and int(chosen) > 0:
+        return int(chosen)
+    return None if world_size == 1 else max(1, len(os.sched_getaffinity(0)) // world_size)
+
+
+def _start_process(task: RankTask, reader: MessageReader) -> RankHandle:
+    context = multiprocessing.get_context("forkserver")
+    process: ForkServerProcess = context.Process(target=run_rank, args=(task,), name=f"rank-{task.rank}")
+    try:
+        process.start()
+    except Exception as error:
+        reader.close()
+        raise LaunchError(f"the process of rank {task.rank} could not be started: {error}") from error
+    return RankHandle(task.rank, process, reader)
+
+
+@contextmanager
+def _forkserver_with_torch() -> Iterator[None]:
+    """Let a fork server that is not yet running preload torch, and put ``multiprocessing``'s settings back afterwards."""
+    method = multiprocessing.get_start_method(allow_none=True)
+    before: list[str] = vars(forkserver._forkserver)["_preload_modules"]  # nothing public reads what set_forkserver_preload set
+    own = [name for name in before if name != "__main__"]
+    forkserver.set_forkserver_preload([*own, *_PRELOAD])
+    try:
+        yield
+    finally:
+        forkserver.set_forkserver_preload(before)
+        multiprocessing.set_start_method(method, force=True)
+
+
+@contextmanager
+def _sigterm_as_exit() -> Iterator[None]:
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if not in_main_thread or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, _raise_exit)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _raise_exit(signum: int, frame: FrameType | None) -> NoReturn:
+    raise SystemExit(128 + signum)

@@ -1,0 +1,193 @@
+"""What runs inside a launched process, from its first line to its last word to the parent."""
+
+import faulthandler
+import logging
+import multiprocessing
+import os
+import pickle
+import signal
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from threading import Thread
+from typing import final
+
+import torch
+
+from parallel_runtime.comm.c10d import connect_store
+from parallel_runtime.config.environment import Identity, adopt_environ
+from parallel_runtime.config.parallel_config import ParallelConfig
+from parallel_runtime.context.parallel_context import ParallelContext
+from parallel_runtime.launch.outcome import RankFailure, failure_of
+from parallel_runtime.launch.payload import unpack_call
+from parallel_runtime.launch.wires import Descriptor, read_all, send_message
+from parallel_runtime.terms import Rank
+
+__all__ = ["Job", "RankTask", "Result", "Stage", "run_rank"]
+
+_PARENT_GONE_STATUS = 79
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What every rank of a launch is told, once for all of them.
+
+    Attributes:
+        config: Of the context that each rank enters.
+        call: Function and arguments, from ``pack_call``.
+        environ: Variables of the caller.
+        num_threads: Intra-op threads of one rank; ``None`` leaves torch's choice.
+        store: Host and port of the parent's store; ``None`` for a world of one.
+    """
+
+    config: ParallelConfig
+    call: bytes
+    environ: Mapping[str, str]
+    num_threads: int | None
+    store: tuple[str, int] | None
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankTask:
+    """What one process is started with; everything big is behind ``job``.
+
+    Attributes:
+        rank: Which rank it becomes.
+        job: Sealed memory that holds the pickled ``Job``.
+        outcome: Write end of the rank's pipe to the parent.
+        lifeline: Read end of a pipe that ends when the parent does.
+        output: The caller's stdout and stderr.
+        handles: Connections, queues and locks among the arguments.
+    """
+
+    rank: Rank
+    job: Descriptor
+    outcome: Descriptor
+    lifeline: Descriptor
+    output: tuple[Descriptor, Descriptor]
+    handles: Sequence[object]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Message: how far the rank has come, as a clause that follows "rank N is"."""
+
+    text: str
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Result:
+    """Message: the function returned; ``data`` is its pickled value."""
+
+    data: bytes
+
+
+@final
+class _Reporter:
+    """Sends stages and exactly one last word."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._is_final = False
+
+    def stage(self, text: str) -> None:
+        send_message(self._fd, Stage(text))
+
+    def finish(self, outcome: Result | RankFailure) -> None:
+        if not self._is_final:
+            self._is_final = True
+            send_message(self._fd, outcome)
+
+
+def run_rank(task: RankTask) -> None:
+    """Become one rank: enter its context, run the function, report how it went.
+
+    Args:
+        task: From the parent.
+    """
+    _end_with_parent(task.lifeline.fd)
+    reporter = _Reporter(task.outcome.fd)
+    try:
+        job: Job = pickle.loads(read_all(task.job.fd))
+        _prepare_process(task, job)
+        reporter.stage("importing the function and its arguments")
+        fn, args = unpack_call(job.call, task.handles)
+        reporter.stage("opening its context")
+        with ExitStack() as stack:
+            ctx = stack.enter_context(_open_context(task.rank, job))
+            reporter.stage("running the function")
+            result = _call(fn, ctx, args, task.rank, reporter)
+            reporter.stage("closing its context")
+        reporter.finish(result)
+    except BaseException as error:
+        reporter.finish(failure_of(task.rank, error))
+
+
+def _call(fn: Callable[..., object], ctx: ParallelContext, args: Sequence[object], rank: Rank, reporter: _Reporter) -> Result:
+    """Run the function. Its failure is reported before the context closes, so before any peer can notice and complain."""
+    try:
+        return Result(pickle.dumps(fn(ctx, *args), protocol=pickle.HIGHEST_PROTOCOL))
+    except SystemExit as error:
+        if error.code in (None, 0):
+            return Result(pickle.dumps(None))
+        reporter.finish(failure_of(rank, error, skip_frames=1))
+        raise
+    except BaseException as error:
+        reporter.finish(failure_of(rank, error, skip_frames=1))
+        raise
+
+
+def _open_context(rank: Rank, job: Job) -> ParallelContext:
+    world_size = job.config.world_size
+    host, port = job.store or (None, None)
+    identity = Identity(
+        rank=rank,
+        world_size=world_size,
+        local_rank=rank,
+        local_world_size=world_size,
+        host_rank=0,
+        num_hosts=1,
+        master_host=host,
+        master_port=port,
+    )
+    store = connect_store(host, port, timeout_s=job.config.deadlines.join_s) if host and port else None
+    return ParallelContext(job.config, identity=identity, store=store)
+
+
+def _prepare_process(task: RankTask, job: Job) -> None:
+    for descriptor, fd in zip(task.output, (1, 2), strict=True):
+        os.dup2(descriptor.fd, fd)
+        os.close(descriptor.fd)
+    adopt_environ({**job.environ, **_rank_variables(task.rank, job)})
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal group; the parent decides what it means
+    faulthandler.enable()
+    multiprocessing.set_start_method("forkserver", force=True)
+    if job.num_threads is not None:
+        torch.set_num_threads(job.num_threads)
+    logging.getLogger(__name__).debug("rank %d runs as pid %d", task.rank, os.getpid())
+
+
+def _rank_variables(rank: Rank, job: Job) -> dict[str, str]:
+    """What tells any code in the rank who it is, so that ``detect`` and further contexts work in it as under torchrun."""
+    size = str(job.config.world_size)
+    variables = {"RANK": str(rank), "WORLD_SIZE": size, "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": size}
+    if job.store:
+        variables |= {"MASTER_ADDR": job.store[0], "MASTER_PORT": str(job.store[1])}
+    named = {f"PARALLEL_RUNTIME_{name}": value for name, value in variables.items()}
+    if job.store:
+        named["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    if job.num_threads is not None:
+        named["OMP_NUM_THREADS"] = str(job.num_threads)
+    return named
+
+
+def _end_with_parent(lifeline: int) -> None:
+    def watch() -> None:
+        os.read(lifeline, 1)
+        os._exit(_PARENT_GONE_STATUS)
+
+    Thread(target=watch, name="lifeline", daemon=True).start()
