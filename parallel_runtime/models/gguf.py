@@ -181,10 +181,10 @@ class GgufFile:
             self._map.close()
 
     def _decode(self, tensor: GgufTensor, matrix: NDArray[np.uint8]) -> Tensor:
+        if matrix.size == 0:
+            return torch.empty(matrix.shape[0], matrix.shape[1] // tensor.block_bytes * tensor.block, dtype=tensor.dtype)
         if tensor.kind in (_F32, _F16, _BF16):
             return torch.from_numpy(matrix.copy()).view(tensor.dtype)
-        if matrix.size == 0:
-            return torch.empty(matrix.shape[0], matrix.shape[1] // tensor.block_bytes * tensor.block)
         gguf = _gguf_package(self.path)
         try:
             return torch.from_numpy(gguf.quants.dequantize(matrix, gguf.GGMLQuantizationType(tensor.kind)))

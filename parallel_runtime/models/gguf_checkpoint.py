@@ -175,7 +175,7 @@ class _Metadata:
             )
 
     def _head_dim(self, hidden: int, heads: int) -> int:
-        dim = self._integer("llama.attention.key_length", hidden // heads)
+        dim = self._integer("llama.attention.key_length", hidden // max(heads, 1))
         for key in ("llama.attention.value_length", "llama.rope.dimension_count"):
             if (other := self._integer(key, dim)) != dim:
                 raise CheckpointError(

@@ -71,6 +71,7 @@ class SlotKvCache:
                 raise ArgumentError(
                     f"slot {slot} has {start} tokens and would get {count} more; a slot holds 1 to {self.max_length}"
                 )
+        for slot, start, count in zip(slots, starts, num_new, strict=True):
             self.lengths[slot] = start + count
         return _Step(self, tuple(zip(slots, starts, num_new, strict=True)))
 
