@@ -1,0 +1,310 @@
+"""Messages between two members: tags, any size, no deadlock when both send first.
+
+A message is a header (tag, size) and its bytes, through the ring of its pair. What has no receive yet is kept in private
+memory, so that a later message with another tag can pass it. Everything moves on in every wait of this member, of messages and
+of collectives; nothing moves in between, there is no thread behind it.
+"""
+
+import mmap
+import struct
+from collections import deque
+from typing import Final, final
+
+from torch import Tensor
+
+from parallel_runtime.comm.communicator import Work
+from parallel_runtime.comm.shm.geometry import Geometry
+from parallel_runtime.comm.shm.memory import view_bytes
+from parallel_runtime.comm.shm.ring import RingEnd
+from parallel_runtime.comm.shm.waiting import Bells, Waiter
+from parallel_runtime.errors import CollectiveMismatchError, PeerLostError, PeerTimeoutError
+
+__all__ = ["Mailbox", "MessageWork"]
+
+_HEADER: Final = struct.Struct("<qq")
+
+
+@final
+class MessageWork(Work):
+    """One send or receive.
+
+    Attributes:
+        memory: The bytes of its tensor.
+        peer: The other side.
+        tag: Its tag.
+        is_send: Whether it sends.
+    """
+
+    def __init__(self, mailbox: "Mailbox", tensor: Tensor, peer: int, tag: int, *, is_send: bool) -> None:
+        self.memory = view_bytes(tensor)
+        self.peer = peer
+        self.tag = tag
+        self.is_send = is_send
+        self._mailbox: Mailbox | None = mailbox
+        self._tensor: Tensor | None = tensor
+        self._error: Exception | None = None
+
+    def finish(self, error: Exception | None = None) -> None:
+        """It is done, or failed with ``error``."""
+        self._error = error
+        self._mailbox = self._tensor = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it is still under way."""
+        return self._mailbox is not None
+
+    def is_done(self) -> bool:
+        """Whether ``wait`` would return at once."""
+        if self._mailbox is not None:
+            self._mailbox.progress()
+        return self._mailbox is None
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait until the tensor may be used again (send) or is filled (receive).
+
+        Args:
+            timeout_s: Seconds.
+
+        Raises:
+            PeerTimeoutError: The peer did not take part in time.
+            PeerLostError: The peer is gone.
+            CollectiveMismatchError: The message that came has another size.
+            ContextStateError: The communicator was closed before it was done.
+        """
+        if self._mailbox is not None:
+            self._mailbox.wait(self, timeout_s)
+        if self._error is not None:
+            raise self._error
+
+
+@final
+class _Message:
+    """One message on its way in: straight into its receive, or kept until there is one."""
+
+    __slots__ = ("filled", "memory", "nbytes", "tag", "work")
+
+    def __init__(self, tag: int, nbytes: int, work: MessageWork | None) -> None:
+        self.tag = tag
+        self.nbytes = nbytes
+        self.work = work
+        fits = work is not None and len(work.memory) == nbytes
+        self.memory = work.memory if fits and work is not None else memoryview(bytearray(nbytes))
+        self.filled = 0
+
+    def deliver(self, src: int) -> None:
+        """All bytes are here, and so is the receive."""
+        work = self.work
+        assert work is not None
+        if len(work.memory) != self.nbytes:
+            text = f"member {src} sent {self.nbytes} bytes with tag {self.tag} where {len(work.memory)} were to be received"
+            work.finish(CollectiveMismatchError(text))
+            return
+        if self.memory is not work.memory:
+            work.memory[:] = self.memory
+        work.finish()
+
+
+@final
+class _Outgoing:
+    """Sends to one peer, in order."""
+
+    def __init__(self, ring: RingEnd) -> None:
+        self.queue: deque[MessageWork] = deque()
+        self._ring = ring
+        self._sent = -1
+
+    def withdraw(self, work: MessageWork) -> bool:
+        """Forget ``work``; ``False`` where its first bytes are under way already."""
+        if self._sent >= 0 and self.queue[0] is work:
+            return False
+        self.queue.remove(work)
+        return True
+
+    def progress(self) -> bool:
+        """Write what there is room for; whether anything went."""
+        moved = False
+        ring = self._ring
+        while self.queue:
+            work = self.queue[0]
+            if self._sent < 0:
+                if ring.room() < _HEADER.size:
+                    break
+                header = memoryview(_HEADER.pack(work.tag, len(work.memory)))
+                ring.write(header[ring.write(header) :])
+                self._sent = 0
+                moved = True
+            nbytes = ring.write(work.memory[self._sent :])
+            ring.announce()
+            self._sent += nbytes
+            if self._sent == len(work.memory):
+                self.queue.popleft().finish()
+                self._sent = -1
+            elif nbytes:
+                moved = True
+            else:
+                break
+        return moved
+
+
+@final
+class _Incoming:
+    """What comes from one peer: receives that wait for messages, and messages that wait for receives."""
+
+    def __init__(self, ring: RingEnd, src: int) -> None:
+        self.posted: dict[int, deque[MessageWork]] = {}
+        self._kept: dict[int, deque[_Message]] = {}
+        self._current: _Message | None = None
+        self._ring = ring
+        self._src = src
+
+    def post(self, work: MessageWork) -> None:
+        """Match ``work`` with the oldest message of its tag that is here, or let it wait for one."""
+        kept = self._kept.get(work.tag)
+        if not kept:
+            self.posted.setdefault(work.tag, deque()).append(work)
+            return
+        message = kept.popleft()
+        if not kept:
+            del self._kept[work.tag]
+        message.work = work
+        if message.filled == message.nbytes:
+            message.deliver(self._src)
+
+    def withdraw(self, work: MessageWork) -> bool:
+        """Forget ``work``; ``False`` where its first bytes are here already."""
+        works = self.posted.get(work.tag)
+        if works is None or work not in works:
+            return False
+        works.remove(work)
+        if not works:
+            del self.posted[work.tag]
+        return True
+
+    def fail(self, error: Exception) -> None:
+        """Nothing more is delivered."""
+        while self.posted:
+            _, works = self.posted.popitem()
+            for work in works:
+                work.finish(error)
+        if self._current is not None and self._current.work is not None:
+            self._current.work.finish(error)
+        self._current = None
+        self._kept.clear()
+
+    def progress(self) -> bool:
+        """Read what is here; whether anything came."""
+        moved = False
+        while self._current is not None or self._ring.room() >= _HEADER.size:
+            message = self._current or self._next()
+            nbytes = self._ring.read(message.memory[message.filled :])
+            self._ring.announce()
+            message.filled += nbytes
+            self._current = None if message.filled == message.nbytes else message
+            if self._current is None and message.work is not None:
+                message.deliver(self._src)
+            moved = moved or bool(nbytes) or self._current is None
+            if self._current is not None and not nbytes:
+                break
+        return moved
+
+    def _next(self) -> _Message:
+        header = memoryview(bytearray(_HEADER.size))
+        self._ring.read(header[self._ring.read(header) :])
+        tag, nbytes = _HEADER.unpack(header)
+        works = self.posted.get(tag)
+        message = _Message(tag, nbytes, works.popleft() if works else None)
+        if works is not None and not works:
+            del self.posted[tag]
+        if message.work is None:
+            self._kept.setdefault(tag, deque()).append(message)
+        return message
+
+
+@final
+class Mailbox:
+    """All messages of one member.
+
+    Args:
+        memory: The segment.
+        geometry: Its layout.
+        rank_in_group: This member.
+        waiter: Moves this mailbox on while it waits for something else.
+        bells: Wakes peers.
+    """
+
+    def __init__(self, memory: mmap.mmap, geometry: Geometry, rank_in_group: int, waiter: Waiter, bells: Bells) -> None:
+        peers = [peer for peer in range(geometry.world_size) if peer != rank_in_group]
+        self._outgoing = {peer: _Outgoing(_ring(memory, geometry, rank_in_group, peer, is_writer=True)) for peer in peers}
+        self._incoming = {peer: _Incoming(_ring(memory, geometry, peer, rank_in_group, is_writer=False), peer) for peer in peers}
+        self._waiter = waiter
+        self._bells = bells
+
+    def isend(self, tensor: Tensor, dst: int, tag: int) -> MessageWork:
+        """Start sending ``tensor``; it is kept alive and must not change until the work is done."""
+        work = MessageWork(self, tensor, dst, tag, is_send=True)
+        outgoing = self._outgoing[dst]
+        outgoing.queue.append(work)
+        if outgoing.progress() and any(self._bells.words):
+            self._bells.ring()
+        self._watch()
+        return work
+
+    def irecv(self, tensor: Tensor, src: int, tag: int) -> MessageWork:
+        """Start filling ``tensor``; it is kept alive until the work is done."""
+        work = MessageWork(self, tensor, src, tag, is_send=False)
+        self._incoming[src].post(work)
+        self._watch()
+        return work
+
+    def progress(self) -> bool:
+        """Move on whatever can be moved on without waiting; whether anything was."""
+        moved = False
+        for outgoing in self._outgoing.values():
+            moved = (bool(outgoing.queue) and outgoing.progress()) or moved
+        for incoming in self._incoming.values():
+            moved = incoming.progress() or moved
+        if moved:
+            if any(self._bells.words):
+                self._bells.ring()
+            self._watch()
+        return moved
+
+    def wait(self, work: MessageWork, timeout_s: float) -> None:
+        """Move everything on until ``work`` is done; an error of the wait becomes the work's own."""
+        self._waiter.deadline = None
+        try:
+            self._waiter.until(lambda: not work.is_open or (self.progress() and not work.is_open), timeout_s, lambda: [work.peer])
+        except PeerTimeoutError as exc:
+            ends = self._outgoing if work.is_send else self._incoming
+            if not ends[work.peer].withdraw(work):
+                self.fail(exc)
+            work.finish(exc)
+        except PeerLostError as exc:
+            work.finish(exc)
+        self._watch()
+
+    def is_idle(self) -> bool:
+        """Whether nothing is under way."""
+        return not any(end.queue for end in self._outgoing.values()) and not any(end.posted for end in self._incoming.values())
+
+    def fail(self, error: Exception) -> None:
+        """Nothing under way will ever be done: everybody who waits for it gets ``error``."""
+        for outgoing in self._outgoing.values():
+            while outgoing.queue:
+                outgoing.queue.popleft().finish(error)
+        for incoming in self._incoming.values():
+            incoming.fail(error)
+        self._waiter.chores = None
+
+    def _watch(self) -> None:
+        self._waiter.chores = None if self.is_idle() else self.progress
+
+
+def _ring(memory: mmap.mmap, geometry: Geometry, src: int, dst: int, *, is_writer: bool) -> RingEnd:
+    whole = memoryview(memory)
+    start = geometry.ring(src, dst)
+    written, consumed = geometry.written(src, dst) // 8, geometry.consumed(src, dst) // 8
+    mine, theirs = (written, consumed) if is_writer else (consumed, written)
+    ring = whole[start : start + geometry.ring_bytes]
+    return RingEnd(ring, whole.cast("q"), mine=mine, theirs=theirs, is_writer=is_writer)

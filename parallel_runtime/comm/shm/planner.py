@@ -1,0 +1,200 @@
+"""Which plan an operation gets: small ones in one shot, large ones in pieces, symmetric tensors in place."""
+
+from collections.abc import Sequence
+from typing import Final, TypedDict, Unpack, final
+
+import torch
+from torch import Tensor
+
+from parallel_runtime.comm.communicator import ReduceOp
+from parallel_runtime.comm.shm.memory import view_bytes
+from parallel_runtime.comm.shm.plans import AgreedTransfer, OneShot, Plan, Put, Reduction, SlotVectors, Take, Transfer, TwoShot
+from parallel_runtime.comm.shm.reductions import make_reducer
+from parallel_runtime.comm.shm.steps import Steps
+from parallel_runtime.comm.shm.symmetric import SymmetricAllGather, SymmetricAllReduce, SymmetricBuffer, SymmetricReduceScatter
+
+__all__ = ["Planner"]
+
+_ONE_SHOT_BYTES: Final = 256 << 10
+_ONE_SHOT_BYTES_MANY: Final = 32 << 10
+_PIECE_BYTES: Final = 256 << 10
+_SYMMETRIC_BYTES: Final = 16 << 10
+_ALIGNMENT: Final = 64
+
+
+class _Parts(TypedDict, total=False):
+    peers: tuple[int, ...]
+    puts: Sequence[Put]
+    takes: Sequence[Take]
+    reduction: Reduction | None
+
+
+@final
+class Planner:
+    """Makes the plans of one member."""
+
+    def __init__(self, steps: Steps) -> None:
+        self._steps = steps
+        self._rank = steps.rank_in_group
+        self._world_size = steps.world_size
+        self._piece_bytes = min(_PIECE_BYTES, steps.slot_bytes)
+        self._share_bytes = max(steps.slot_bytes // (self._world_size - 1) // _ALIGNMENT, 1) * _ALIGNMENT
+        one_shot = _ONE_SHOT_BYTES if self._world_size == 2 else _ONE_SHOT_BYTES_MANY
+        self._one_shot_bytes = min(one_shot, steps.slot_bytes)
+        self._slots: dict[tuple[int, torch.dtype, ReduceOp], SlotVectors] = {}
+        self.buffers: list[SymmetricBuffer] = []
+
+    def all_reduce(self, tensor: Tensor, op: ReduceOp) -> Plan:
+        """Plan an all-reduce in place.
+
+        Raises:
+            DtypeError: As ``make_reducer`` says.
+        """
+        reducer = make_reducer(op, tensor.dtype, self._world_size)
+        text = f"all_reduce({op}, {_what(tensor)})"
+        local = view_bytes(tensor)
+        found = self._find(tensor)
+        if found is not None:
+            buffer, offset = found
+            views = buffer.views(offset, tensor.nbytes)
+            return SymmetricAllReduce(f"{text} on symmetric buffer {buffer.index}+{offset}", views, self._rank, reducer)
+        if tensor.nbytes <= self._one_shot_bytes:
+            key = (tensor.nbytes, tensor.dtype, op)
+            slots = self._slots.get(key)
+            if slots is None:
+                slots = self._slots[key] = SlotVectors(self._steps, tensor.nbytes, reducer)
+            return OneShot(text, local, slots)
+        if self._world_size == 2:
+            reduction = Reduction(local, local, (0,) * self._world_size, reducer)
+            return self._transfer(text, tensor.nbytes, peers=self._steps.peers, puts=[Put(local)], reduction=reduction)
+        return TwoShot(text, self._steps, local, reducer, self._steps.slot_bytes)
+
+    def all_gather(self, output: Tensor, tensor: Tensor) -> Plan:
+        """Plan an all-gather of equal shapes."""
+        rows = _rows(view_bytes(output), self._world_size)
+        text = f"all_gather({_what(tensor)})"
+        found = self._find(tensor)
+        if found is not None:
+            buffer, offset = found
+            views = buffer.views(offset, tensor.nbytes)
+            return SymmetricAllGather(f"{text} on symmetric buffer {buffer.index}+{offset}", views, rows)
+        return self._gather(text, view_bytes(tensor), rows, tensor.nbytes)
+
+    def all_gatherv(self, outputs: Sequence[Tensor], tensor: Tensor) -> Plan:
+        """Plan an all-gather of shapes that differ."""
+        sizes = [output.nbytes for output in outputs]
+        rows = tuple(view_bytes(output) for output in outputs)
+        return self._gather(f"all_gatherv({tensor.dtype}, {sizes} bytes)", view_bytes(tensor), rows, max(sizes))
+
+    def reduce_scatter(self, output: Tensor, tensor: Tensor, op: ReduceOp) -> Plan:
+        """Plan a reduce-scatter.
+
+        Raises:
+            DtypeError: As ``make_reducer`` says.
+        """
+        reducer = make_reducer(op, tensor.dtype, self._world_size)
+        text = f"reduce_scatter({op}, {_what(tensor)})"
+        rank, out = self._rank, view_bytes(output)
+        found = self._find(tensor)
+        if found is not None:
+            buffer, offset = found
+            mine = tuple(_rows(view, self._world_size)[rank] for view in buffer.views(offset, tensor.nbytes))
+            return SymmetricReduceScatter(f"{text} on symmetric buffer {buffer.index}+{offset}", mine, out, reducer)
+        rows = _rows(view_bytes(tensor), self._world_size)
+        puts = [Put(rows[peer], self._share(rank, peer)) for peer in self._steps.peers]
+        offsets = tuple(0 if member == rank else self._share(member, rank) for member in range(self._world_size))
+        reduction = Reduction(out, rows[rank], offsets, reducer)
+        return self._shares(text, len(out), peers=self._steps.peers, puts=puts, reduction=reduction)
+
+    def all_to_allv(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Plan:
+        """Plan an exchange of parts of any size."""
+        rank, peers = self._rank, self._steps.peers
+        puts = [Put(view_bytes(inputs[peer]), self._share(rank, peer)) for peer in peers]
+        takes = [Take(view_bytes(outputs[peer]), peer, self._share(peer, rank)) for peer in peers]
+        takes.append(Take(view_bytes(outputs[rank]), rank, source=view_bytes(inputs[rank])))
+        nbytes = max(tensor.nbytes for tensor in (*inputs, *outputs))
+        text = f"all_to_all({inputs[0].dtype})"
+        return AgreedTransfer(text, piece_bytes=self._share_bytes, nbytes=nbytes, peers=peers, puts=puts, takes=takes)
+
+    def broadcast(self, tensor: Tensor, src: int) -> Plan:
+        """Plan a broadcast from ``src``."""
+        text = f"broadcast({_what(tensor)}, src {src})"
+        local = view_bytes(tensor)
+        if src == self._rank:
+            return self._transfer(text, len(local), puts=[Put(local)])
+        return self._transfer(text, len(local), peers=(src,), takes=[Take(local, src)])
+
+    def reduce(self, output: Tensor | None, tensor: Tensor, dst: int, op: ReduceOp) -> Plan:
+        """Plan a reduction to ``dst``.
+
+        Raises:
+            DtypeError: As ``make_reducer`` says.
+        """
+        reducer = make_reducer(op, tensor.dtype, self._world_size)
+        text = f"reduce({op}, {_what(tensor)}, dst {dst})"
+        local = view_bytes(tensor)
+        if output is None:
+            return self._transfer(text, len(local), puts=[Put(local)])
+        reduction = Reduction(view_bytes(output), local, (0,) * self._world_size, reducer)
+        return self._transfer(text, len(local), peers=self._steps.peers, reduction=reduction)
+
+    def gather(self, outputs: Sequence[Tensor] | None, tensor: Tensor, dst: int) -> Plan:
+        """Plan a gather to ``dst``."""
+        text = f"gather({_what(tensor)}, dst {dst})"
+        local = view_bytes(tensor)
+        if outputs is None:
+            return self._transfer(text, len(local), puts=[Put(local)])
+        takes = self._row_takes(local, [view_bytes(output) for output in outputs])
+        return self._transfer(text, len(local), peers=self._steps.peers, takes=takes)
+
+    def scatter(self, output: Tensor, inputs: Sequence[Tensor] | None, src: int) -> Plan:
+        """Plan a scatter from ``src``."""
+        text = f"scatter({_what(output)}, src {src})"
+        local = view_bytes(output)
+        if inputs is None:
+            return self._shares(text, len(local), peers=(src,), takes=[Take(local, src, self._share(src, self._rank))])
+        puts = [Put(view_bytes(inputs[peer]), self._share(src, peer)) for peer in self._steps.peers]
+        takes = [Take(local, src, source=view_bytes(inputs[src]))]
+        return self._shares(text, len(local), puts=puts, takes=takes)
+
+    def barrier(self) -> Plan:
+        """Plan a step without data."""
+        return Transfer("barrier()", piece_bytes=1, nbytes=0, peers=self._steps.peers)
+
+    def forget(self) -> None:
+        """Drop the views of slots that plans share."""
+        self._slots.clear()
+
+    def _find(self, tensor: Tensor) -> tuple[SymmetricBuffer, int] | None:
+        if tensor.nbytes > _SYMMETRIC_BYTES:
+            for buffer in self.buffers:
+                offset = buffer.offset(tensor)
+                if offset is not None:
+                    return buffer, offset
+        return None
+
+    def _share(self, src: int, dst: int) -> int:
+        """Where in a slot of ``src`` lies what it has for ``dst``."""
+        return (dst - (dst > src)) * self._share_bytes
+
+    def _transfer(self, text: str, nbytes: int, **parts: Unpack[_Parts]) -> Plan:
+        return Transfer(text, piece_bytes=self._piece_bytes, nbytes=nbytes, **parts)
+
+    def _shares(self, text: str, nbytes: int, **parts: Unpack[_Parts]) -> Plan:
+        return Transfer(text, piece_bytes=self._share_bytes, nbytes=nbytes, **parts)
+
+    def _gather(self, text: str, local: memoryview, rows: Sequence[memoryview], nbytes: int) -> Plan:
+        takes = self._row_takes(local, rows)
+        return self._transfer(text, nbytes, peers=self._steps.peers, puts=[Put(local)], takes=takes)
+
+    def _row_takes(self, local: memoryview, rows: Sequence[memoryview]) -> list[Take]:
+        return [Take(row, member, source=local if member == self._rank else None) for member, row in enumerate(rows)]
+
+
+def _rows(memory: memoryview, count: int) -> tuple[memoryview, ...]:
+    nbytes = len(memory) // count
+    return tuple(memory[row * nbytes : (row + 1) * nbytes] for row in range(count))
+
+
+def _what(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} x {tensor.numel()}"

@@ -1,0 +1,246 @@
+"""What an operation does in each step, worked out once and remembered.
+
+A plan is found again by the addresses, sizes and kind of an operation, so that a repeated call computes nothing. It knows what
+this member writes into its slot (*puts*), what it copies from others (*takes*), what it copies by itself, and what it reduces.
+Operations larger than a slot go through in pieces; piece ``k + 1`` is put before piece ``k`` is taken, so that members wait for
+each other less and a piece is still in the cache when it is read.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import final
+
+from parallel_runtime.comm.shm.geometry import NUM_SLOTS
+from parallel_runtime.comm.shm.reductions import Reducer, Vector
+from parallel_runtime.comm.shm.steps import Steps, fingerprint
+
+__all__ = ["AgreedTransfer", "OneShot", "Plan", "Put", "Reduction", "SlotVectors", "Take", "Transfer", "TwoShot"]
+
+_ALIGNMENT = 64
+
+
+class Plan(ABC):
+    """One operation of one member, ready to run again and again."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.print = fingerprint(text)
+
+    @abstractmethod
+    def run(self, steps: Steps, timeout_s: float) -> None:
+        """Do it.
+
+        Raises:
+            PeerError: Another member is late, gone or in another operation.
+        """
+
+
+@final
+class SlotVectors:
+    """Views of the slots for one size, dtype and reduction; tensors at different addresses share them."""
+
+    def __init__(self, steps: Steps, nbytes: int, reducer: Reducer) -> None:
+        self.reducer = reducer
+        self.mine = [steps.slots[steps.rank_in_group][slot][:nbytes] for slot in range(NUM_SLOTS)]
+        self.sources = [[reducer.vector(slots[slot][:nbytes]) for slots in steps.slots] for slot in range(NUM_SLOTS)]
+
+
+@final
+class OneShot(Plan):
+    """All-reduce of what fits a slot: everybody writes all of it, and reduces everything."""
+
+    def __init__(self, text: str, local: memoryview, slots: SlotVectors) -> None:
+        super().__init__(text)
+        self._local = local
+        self._out = slots.reducer.vector(local)
+        self._combine = slots.reducer.combine
+        self._slots = slots.mine
+        self._sources = slots.sources
+
+    def run(self, steps: Steps, timeout_s: float) -> None:
+        steps.begin(timeout_s)
+        slot = steps.free_slot()
+        self._slots[slot][:] = self._local
+        steps.announce(self.print)
+        steps.collect(steps.peers, steps.sequence, self.print, self.text)
+        self._combine(self._sources[slot], self._out)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Put:
+    """``local`` goes into this member's slot at ``offset``."""
+
+    local: memoryview
+    offset: int = 0
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Take:
+    """``local`` comes from the slot of ``member`` at ``offset``; from this member's own ``source`` where that is given."""
+
+    local: memoryview
+    member: int
+    offset: int = 0
+    source: memoryview | None = None
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Reduction:
+    """``out`` is the combination of every member's slot at its offset, ``local`` standing in for this member's own slot."""
+
+    out: memoryview
+    local: memoryview
+    offsets: tuple[int, ...]
+    reducer: Reducer
+
+
+class Transfer(Plan):
+    """Puts, takes and at most one reduction, in pieces of ``piece_bytes``.
+
+    Args:
+        text: What the members have to agree on.
+        piece_bytes: How much of each put and take goes into one step.
+        nbytes: The longest put or take of any member: it gives the number of steps.
+        peers: Whom this member waits for.
+        puts: What it writes.
+        takes: What it copies out.
+        reduction: What it combines.
+    """
+
+    def __init__(
+        self,
+        text: str,
+        *,
+        piece_bytes: int,
+        nbytes: int,
+        peers: tuple[int, ...] = (),
+        puts: Sequence[Put] = (),
+        takes: Sequence[Take] = (),
+        reduction: Reduction | None = None,
+    ) -> None:
+        super().__init__(text)
+        self._piece_bytes = piece_bytes
+        self._num_steps = max(-(-nbytes // piece_bytes), 1)
+        self._peers = peers
+        self._puts = tuple(puts)
+        self._takes = tuple(takes)
+        self._reduction = reduction
+
+    def run(self, steps: Steps, timeout_s: float) -> None:
+        steps.begin(timeout_s)
+        first = steps.sequence + 1
+        piece = num_put = 0
+        while piece < self._num_steps:
+            while num_put < min(piece + 2, self._num_steps):
+                self._put(steps, num_put)
+                num_put += 1
+            steps.collect(self._peers, first + piece, self.print, self.text)
+            self._take(steps, piece, (first + piece) % NUM_SLOTS)
+            piece += 1
+
+    def _put(self, steps: Steps, piece: int) -> None:
+        if self._puts:
+            memory = steps.slots[steps.rank_in_group][steps.free_slot()]
+            start = piece * self._piece_bytes
+            for put in self._puts:
+                part = put.local[start : start + self._piece_bytes]
+                memory[put.offset : put.offset + len(part)] = part
+        steps.announce(self.print)
+
+    def _take(self, steps: Steps, piece: int, slot: int) -> None:
+        start = piece * self._piece_bytes
+        stop = start + self._piece_bytes
+        for take in self._takes:
+            part = take.local[start:stop]
+            if take.source is not None:
+                part[:] = take.source[start:stop]
+            elif part:
+                part[:] = steps.slots[take.member][slot][take.offset : take.offset + len(part)]
+        reduction = self._reduction
+        if reduction is not None:
+            out = reduction.out[start:stop]
+            reduction.reducer.combine(self._sources(steps, reduction, start, len(out), slot), reduction.reducer.vector(out))
+
+    def _sources(self, steps: Steps, reduction: Reduction, start: int, nbytes: int, slot: int) -> list[Vector]:
+        memories = [slots[slot][at : at + nbytes] for slots, at in zip(steps.slots, reduction.offsets, strict=True)]
+        memories[steps.rank_in_group] = reduction.local[start : start + nbytes]
+        return [reduction.reducer.vector(memory) for memory in memories]
+
+
+@final
+class AgreedTransfer(Transfer):
+    """A transfer whose number of steps no member knows alone: each sends its own with the first piece, the largest counts."""
+
+    def run(self, steps: Steps, timeout_s: float) -> None:
+        mine = self._num_steps
+        try:
+            super().run(steps, timeout_s)
+        finally:
+            self._num_steps = mine
+
+    def _put(self, steps: Steps, piece: int) -> None:
+        if piece == 0:
+            steps.put_header(steps.free_slot(), self._num_steps)
+        super()._put(steps, piece)
+
+    def _take(self, steps: Steps, piece: int, slot: int) -> None:
+        if piece == 0:
+            self._num_steps = max(self._num_steps, *(steps.header(member, slot) for member in steps.peers))
+        super()._take(steps, piece, slot)
+
+
+@final
+class TwoShot(Plan):
+    """All-reduce in which each member reduces one part of every chunk and all copy the reduced parts.
+
+    Two steps per chunk; the next chunk is put before the reduced parts of this one are taken.
+    """
+
+    def __init__(self, text: str, steps: Steps, local: memoryview, reducer: Reducer, chunk_bytes: int) -> None:
+        super().__init__(text)
+        world_size = steps.world_size
+        self._local = local
+        self._reducer = reducer
+        self._part_bytes = max(chunk_bytes // world_size // _ALIGNMENT, 1) * _ALIGNMENT
+        self._num_chunks = -(-len(local) // (self._part_bytes * world_size))
+
+    def _part(self, steps: Steps, chunk: int, member: int) -> memoryview:
+        start = (chunk * steps.world_size + member) * self._part_bytes
+        return self._local[start : start + self._part_bytes]
+
+    def run(self, steps: Steps, timeout_s: float) -> None:
+        steps.begin(timeout_s)
+        first = steps.sequence + 1
+        self._put(steps, 0)
+        for chunk in range(self._num_chunks):
+            inputs = first + 2 * chunk
+            steps.collect(steps.peers, inputs, self.print, self.text)
+            self._reduce(steps, chunk, inputs % NUM_SLOTS)
+            if chunk + 1 < self._num_chunks:
+                self._put(steps, chunk + 1)
+            steps.collect(steps.peers, inputs + 1, self.print, self.text)
+            for member in steps.peers:
+                part = self._part(steps, chunk, member)
+                part[:] = steps.slots[member][(inputs + 1) % NUM_SLOTS][: len(part)]
+
+    def _put(self, steps: Steps, chunk: int) -> None:
+        memory = steps.slots[steps.rank_in_group][steps.free_slot()]
+        for member in steps.peers:
+            part = self._part(steps, chunk, member)
+            memory[member * self._part_bytes : member * self._part_bytes + len(part)] = part
+        steps.announce(self.print)
+
+    def _reduce(self, steps: Steps, chunk: int, slot: int) -> None:
+        part = self._part(steps, chunk, steps.rank_in_group)
+        result = steps.slots[steps.rank_in_group][steps.free_slot()][: len(part)]
+        if part:
+            at = steps.rank_in_group * self._part_bytes
+            memories = [slots[slot][at : at + len(part)] for slots in steps.slots]
+            memories[steps.rank_in_group] = part
+            self._reducer.combine([self._reducer.vector(memory) for memory in memories], self._reducer.vector(result))
+            part[:] = result
+        steps.announce(self.print)

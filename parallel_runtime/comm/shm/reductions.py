@@ -1,0 +1,167 @@
+"""Combining the members' elements, always in the order of their ranks.
+
+numpy where it has the type and does it at memory speed; torch for float16 and bfloat16. Two low-precision operands are added
+in float32 and rounded once by torch itself; more of them, and averages, go through a float32 accumulator and are rounded once.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Final, TypeAlias, cast, final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from parallel_runtime.comm.communicator import ReduceOp
+from parallel_runtime.errors import DtypeError
+
+__all__ = ["ARITHMETIC_DTYPES", "Reducer", "Vector", "make_reducer"]
+
+Vector: TypeAlias = npt.NDArray[np.generic] | Tensor
+"""Elements of one dtype, one after the other."""
+
+_NUMPY_DTYPES: Final = MappingProxyType(
+    {
+        torch.bool: np.dtype(np.bool_),
+        torch.uint8: np.dtype(np.uint8),
+        torch.uint16: np.dtype(np.uint16),
+        torch.uint32: np.dtype(np.uint32),
+        torch.uint64: np.dtype(np.uint64),
+        torch.int8: np.dtype(np.int8),
+        torch.int16: np.dtype(np.int16),
+        torch.int32: np.dtype(np.int32),
+        torch.int64: np.dtype(np.int64),
+        torch.float32: np.dtype(np.float32),
+        torch.float64: np.dtype(np.float64),
+        torch.complex64: np.dtype(np.complex64),
+        torch.complex128: np.dtype(np.complex128),
+    }
+)
+_LOW_PRECISION: Final = (torch.float16, torch.bfloat16)
+_UFUNCS: Final = MappingProxyType(
+    {
+        ReduceOp.SUM: np.add,
+        ReduceOp.AVG: np.add,
+        ReduceOp.MAX: np.maximum,
+        ReduceOp.MIN: np.minimum,
+        ReduceOp.PRODUCT: np.multiply,
+    }
+)
+_TORCH_FUNCTIONS: Final[Mapping[ReduceOp, Callable[..., Tensor]]] = MappingProxyType(
+    {
+        ReduceOp.SUM: torch.add,
+        ReduceOp.AVG: torch.add,
+        ReduceOp.MAX: torch.maximum,
+        ReduceOp.MIN: torch.minimum,
+        ReduceOp.PRODUCT: torch.mul,
+    }
+)
+
+ARITHMETIC_DTYPES: Final = frozenset((*_NUMPY_DTYPES, *_LOW_PRECISION))
+"""What can be reduced; every other dtype only travels."""
+
+
+class Reducer(ABC):
+    """Combines vectors of one dtype."""
+
+    @abstractmethod
+    def vector(self, memory: memoryview) -> Vector:
+        """The elements in ``memory``; a view."""
+
+    @abstractmethod
+    def combine(self, sources: Sequence[Vector], out: Vector) -> None:
+        """Combine two or more vectors in order into ``out``, which may be one of the first two."""
+
+
+def make_reducer(op: ReduceOp, dtype: torch.dtype, world_size: int) -> Reducer:
+    """How ``world_size`` members' elements of ``dtype`` are combined.
+
+    Args:
+        op: The reduction. On booleans sum and max are "or", product and min are "and".
+        dtype: Of the elements.
+        world_size: Number of members, at least 2.
+
+    Returns:
+        The reducer; it may keep scratch memory of the size it last worked on.
+
+    Raises:
+        DtypeError: ``op`` makes no sense on ``dtype``, or ``dtype`` only travels.
+    """
+    if dtype not in ARITHMETIC_DTYPES:
+        raise DtypeError(f"shared memory only moves {dtype}, it cannot reduce it with {op}; convert it first")
+    if dtype.is_complex and op in (ReduceOp.MAX, ReduceOp.MIN):
+        raise DtypeError(f"{op} of {dtype}: complex numbers have no order; use sum, avg or product")
+    if dtype is torch.bool and op is ReduceOp.AVG:
+        raise DtypeError("avg of torch.bool is not a bool; convert it, or use sum or max (or), min or product (and)")
+    if dtype in _LOW_PRECISION:
+        if world_size == 2 and op is not ReduceOp.AVG:
+            return _TorchPair(_TORCH_FUNCTIONS[op], dtype)
+        return _TorchAccumulated(_TORCH_FUNCTIONS[op], dtype, world_size if op is ReduceOp.AVG else 1)
+    return _Numpy(_UFUNCS[op], _NUMPY_DTYPES[dtype], world_size if op is ReduceOp.AVG else 1)
+
+
+@final
+class _Numpy(Reducer):
+    def __init__(self, ufunc: np.ufunc, dtype: np.dtype[Any], divisor: int) -> None:
+        self._ufunc = ufunc
+        self._dtype = dtype
+        self._divisor = divisor
+
+    def vector(self, memory: memoryview) -> Vector:
+        return np.frombuffer(memory, self._dtype)
+
+    def combine(self, sources: Sequence[Vector], out: Vector) -> None:
+        ufunc = self._ufunc
+        ufunc(sources[0], sources[1], out)
+        for source in sources[2:]:
+            ufunc(out, source, out)
+        if self._divisor != 1:
+            self._divide(cast("npt.NDArray[Any]", out))
+
+    def _divide(self, out: npt.NDArray[Any]) -> None:
+        if self._dtype.kind in "fc":
+            np.divide(out, self._divisor, out)
+        else:  # towards zero, as C does
+            negative = (out < 0) & (out % self._divisor != 0)
+            np.floor_divide(out, self._divisor, out)
+            np.add(out, 1, out, where=negative)
+
+
+@final
+class _TorchPair(Reducer):
+    def __init__(self, function: Callable[..., Tensor], dtype: torch.dtype) -> None:
+        self._function = function
+        self._dtype = dtype
+
+    def vector(self, memory: memoryview) -> Vector:
+        return torch.frombuffer(memory, dtype=self._dtype)
+
+    def combine(self, sources: Sequence[Vector], out: Vector) -> None:
+        self._function(sources[0], sources[1], out=out)
+
+
+@final
+class _TorchAccumulated(Reducer):
+    def __init__(self, function: Callable[..., Tensor], dtype: torch.dtype, divisor: int) -> None:
+        self._function = function
+        self._dtype = dtype
+        self._divisor = divisor
+        self._scratch = torch.empty(2, 0)
+
+    def vector(self, memory: memoryview) -> Vector:
+        return torch.frombuffer(memory, dtype=self._dtype)
+
+    def combine(self, sources: Sequence[Vector], out: Vector) -> None:
+        vectors, result = cast("Sequence[Tensor]", sources), cast("Tensor", out)
+        if self._scratch.shape[1] != len(result):
+            self._scratch = torch.empty(2, len(result))
+        total, term = self._scratch
+        total.copy_(vectors[0])
+        for vector in vectors[1:]:
+            term.copy_(vector)
+            self._function(total, term, out=total)
+        if self._divisor != 1:
+            total.div_(self._divisor)
+        result.copy_(total)

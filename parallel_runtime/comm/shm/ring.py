@@ -1,0 +1,82 @@
+"""A ring of bytes from one member to another: one writer, one reader, two positions.
+
+Each position is written by one side only and grows for ever; the difference is what lies in the ring. A side copies first and
+announces its position afterwards.
+"""
+
+import threading
+from typing import Final, final
+
+from parallel_runtime.comm.shm.waiting import full_fence, needs_fence
+
+__all__ = ["RingEnd"]
+
+_PIECE_BYTES: Final = 128 << 10
+
+
+@final
+class RingEnd:
+    """The writing or the reading end of a ring.
+
+    Args:
+        memory: The ring, a power of two bytes.
+        words: The segment as 8-byte words.
+        mine: Index of the word this end advances.
+        theirs: Index of the word the other end advances.
+        is_writer: Which end.
+    """
+
+    def __init__(self, memory: memoryview, words: memoryview, *, mine: int, theirs: int, is_writer: bool) -> None:
+        self._memory = memory
+        self._words = words
+        self._mine = mine
+        self._theirs = theirs
+        self._lead = len(memory) if is_writer else 0
+        self._mask = len(memory) - 1
+        self._position = 0
+        self._lock = threading.Lock() if needs_fence() else None
+
+    def room(self) -> int:
+        """Bytes that can be written, or read, now."""
+        return self._lead + int(self._words[self._theirs]) - self._position
+
+    def write(self, source: memoryview) -> int:
+        """Copy the next piece of ``source`` in, unannounced.
+
+        Args:
+            source: What is left to write.
+
+        Returns:
+            How many bytes went in.
+        """
+        start, nbytes = self._piece(len(source))
+        self._memory[start : start + nbytes] = source[:nbytes]
+        self._position += nbytes
+        return nbytes
+
+    def read(self, target: memoryview) -> int:
+        """Copy the next piece out into ``target``, unannounced.
+
+        Args:
+            target: What is left to fill.
+
+        Returns:
+            How many bytes came.
+        """
+        start, nbytes = self._piece(len(target))
+        target[:nbytes] = self._memory[start : start + nbytes]
+        self._position += nbytes
+        return nbytes
+
+    def announce(self) -> None:
+        """Let the other end see what was copied."""
+        if self._lock is not None:
+            full_fence(self._lock)
+        self._words[self._mine] = self._position
+
+    def _piece(self, wanted: int) -> tuple[int, int]:
+        start = self._position & self._mask
+        nbytes = min(wanted, self.room(), self._mask + 1 - start, _PIECE_BYTES)
+        if self._lock is not None:
+            full_fence(self._lock)
+        return start, nbytes
