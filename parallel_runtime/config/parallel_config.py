@@ -14,9 +14,11 @@ from parallel_runtime.config.checks import check_model_fits
 from parallel_runtime.config.deadlines import Deadlines
 from parallel_runtime.config.model_shape import ModelShape
 from parallel_runtime.config.peers import MegatronSizes, SglangSizes, TorchtitanSizes, VllmSizes
+from parallel_runtime.config.plan import Plan, make_plan
 from parallel_runtime.errors import ConfigError
 from parallel_runtime.terms import DENSE_AXES, DenseAxis
 from parallel_runtime.topology import Layout, Uneven
+from parallel_runtime.topology.hosts import Hosts
 from parallel_runtime.topology.rules import check_order, check_sizes, fit_world
 
 __all__ = ["Backend", "DeviceKind", "ParallelConfig", "Shm"]
@@ -199,6 +201,25 @@ class ParallelConfig(FrozenModel):
             ConfigError: A size is still -1, or something does not fit; the text holds everything that does not.
         """
         check_model_fits(shape, self.layout, uneven=uneven)
+
+    def plan(self, *, hosts: Hosts | None = None) -> Plan:
+        """Work out everything this config implies, as data, before anything is opened.
+
+        Args:
+            hosts: Number of hosts of equal size, or a host name for each rank, or the ranks of each host by name. By default one
+                host holds all.
+
+        Returns:
+            The plan. ``backend="auto"`` is read as gloo, or as nccl with ``device="cuda"``; a plan looks for no devices.
+
+        Raises:
+            ConfigError: A size is still -1, or the ranks cannot be placed on these hosts.
+        """
+        self._need_resolved("a plan")
+        backend = self.backend
+        if backend == "auto":
+            backend = "nccl" if self.device == "cuda" else "gloo"
+        return make_plan(self.layout, hosts=hosts, backend=backend, uses_shm=self.shm == "on")
 
     def agreed_settings(self) -> dict[str, object]:
         """Return what must be equal on all ranks, as plain JSON values.
