@@ -2,8 +2,14 @@
 
 from parallel_runtime.serving.balancer import BalancePolicy, Balancer
 from parallel_runtime.serving.blocks import BlockPool, blocks_for
-from parallel_runtime.serving.messages import FinishReason, Request, SamplingParams
+from parallel_runtime.serving.controller import DataParallelController, RequestResult, RequestStream
+from parallel_runtime.serving.engine import Completion, Engine, EngineState, Prompt, StreamEvent
+from parallel_runtime.serving.messages import FinishReason, Ready, Request, SamplingParams
 from parallel_runtime.serving.policy import Batch, Chunk, PolicyLimits, RequestState, SchedulingPolicy
+from parallel_runtime.serving.runner import ModelRunner
+from parallel_runtime.serving.scheduler import Scheduler
+from parallel_runtime.serving.serving_config import ServingConfig
+from parallel_runtime.serving.worker import TpModelWorker
 
 __all__ = [
     "BalancePolicy",
@@ -11,11 +17,24 @@ __all__ = [
     "Batch",
     "BlockPool",
     "Chunk",
+    "Completion",
+    "DataParallelController",
+    "Engine",
+    "EngineState",
     "FinishReason",
+    "ModelRunner",
     "PolicyLimits",
+    "Prompt",
+    "Ready",
     "Request",
+    "RequestResult",
     "RequestState",
+    "RequestStream",
     "SamplingParams",
+    "Scheduler",
     "SchedulingPolicy",
+    "ServingConfig",
+    "StreamEvent",
+    "TpModelWorker",
     "blocks_for",
 ]

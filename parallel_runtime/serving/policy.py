@@ -197,6 +197,11 @@ class SchedulingPolicy:
         return len(self._under_way)
 
     @property
+    def alive(self) -> tuple[str, ...]:
+        """Names of the requests that wait or run, in order of arrival."""
+        return tuple(self._entries)
+
+    @property
     def is_idle(self) -> bool:
         """Whether no request is alive and no batch is under way."""
         return not self._entries and not self._under_way
@@ -281,7 +286,7 @@ class SchedulingPolicy:
         Returns:
             Their names, in order of arrival.
         """
-        names = tuple(self._entries)
+        names = self.alive
         for request_id in names:
             self.abort(request_id)
         return names

@@ -1,0 +1,112 @@
+"""What only the leader of a replica does: read the front process's messages, turn them into steps, and answer."""
+
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from typing import final
+
+from parallel_runtime.errors import QueueFullError, RequestError
+from parallel_runtime.serving.messages import (
+    Abort,
+    FinishReason,
+    FrontMessage,
+    LeaderMessage,
+    Rejected,
+    Request,
+    Shutdown,
+    Step,
+    StepOutput,
+    Submit,
+    decode,
+    encode,
+)
+from parallel_runtime.serving.policy import SchedulingPolicy
+
+__all__ = ["LeaderDesk"]
+
+
+@final
+class LeaderDesk:
+    """The leader's end of the link to the front process.
+
+    Args:
+        link: To the front process. Only bytes are exchanged over it. Borrowed.
+        policy: Asked whether it would take a request; never changed here.
+        vocab_size: Token ids below this exist.
+    """
+
+    def __init__(self, link: Connection, policy: SchedulingPolicy, *, vocab_size: int) -> None:
+        self._link = link
+        self._policy = policy
+        self._vocab_size = vocab_size
+        self._is_front_gone = False
+
+    def collect(self, sampled: tuple[int, ...] | None, *, wait_s: float) -> Step:
+        """Read what has arrived and make it the next step. What can never be served is refused here and enters no step.
+
+        Args:
+            sampled: Tokens of the batch that is complete now.
+            wait_s: Longest wait for a first message.
+
+        Returns:
+            The step; its ``shutdown`` is set when the front process is gone.
+        """
+        requests: dict[str, Request] = {}
+        aborts: dict[str, None] = {}
+        is_over = False
+        for message in self._read(wait_s):
+            match message:
+                case Submit(request=request):
+                    self._accept(request, requests)
+                case Abort(request_id=None):
+                    self._drop(list(requests), requests)
+                    aborts.update(dict.fromkeys(self._policy.alive))
+                case Abort(request_id=str() as request_id):
+                    if not self._drop([request_id], requests):
+                        aborts[request_id] = None
+                case Shutdown():
+                    is_over = True
+        if is_over or self._is_front_gone:
+            return Step(sampled=sampled, aborts=self._policy.alive, shutdown=True)
+        return Step(sampled=sampled, aborts=tuple(aborts), requests=tuple(requests.values()))
+
+    def send(self, message: LeaderMessage) -> None:
+        """Answer the front process. If it is gone, the next step ends the loop.
+
+        Args:
+            message: The answer.
+        """
+        try:
+            self._link.send_bytes(encode(message))
+        except OSError:
+            self._is_front_gone = True
+
+    def _read(self, wait_s: float) -> Iterator[FrontMessage]:
+        try:
+            while not self._is_front_gone and self._link.poll(wait_s):
+                yield decode(self._link.recv_bytes(), FrontMessage)  # type: ignore[arg-type]  # a union is a form, not a class
+                wait_s = 0.0
+        except (EOFError, OSError):
+            self._is_front_gone = True
+
+    def _accept(self, request: Request, requests: dict[str, Request]) -> None:
+        try:
+            if (highest := max(request.prompt)) >= self._vocab_size:
+                raise RequestError(
+                    f"request {request.request_id!r} has token {highest}, but the model's tokens are 0 to {self._vocab_size - 1}"
+                )
+            if request.request_id in requests:
+                raise RequestError(f"request {request.request_id!r} is alive already; every request needs an id of its own")
+            self._policy.check(request, num_ahead=len(requests))
+        except RequestError as exc:
+            is_full = isinstance(exc, QueueFullError)
+            self.send(Rejected(request_id=request.request_id, message=str(exc), queue_full=is_full))
+        else:
+            requests[request.request_id] = request
+
+    def _drop(self, names: list[str], requests: dict[str, Request]) -> bool:
+        """Abort requests that arrived in this very step; whether all of ``names`` were such."""
+        for name in names:
+            if requests.pop(name, None) is None:
+                return False
+            self.send(StepOutput(request_id=name, finish_reason=FinishReason.ABORT))
+        return True

@@ -1,0 +1,129 @@
+"""One rank's shard of a model with its KV cache, and one forward over a batch.
+
+Legend: T tokens of a batch, S rows whose next token is wanted, D hidden size.
+"""
+
+from typing import final
+
+import torch
+from torch import Tensor
+
+from parallel_runtime.errors import ArgumentError
+from parallel_runtime.models.llama import LlamaForCausalLM
+from parallel_runtime.serving.kv_cache import PagedKvCache
+from parallel_runtime.serving.policy import Batch
+from parallel_runtime.serving.sampling import mix_seed, sample_token
+
+__all__ = ["ModelRunner"]
+
+
+@final
+class ModelRunner:
+    """Runs one rank's part of a model on batches of the scheduling policy.
+
+    Args:
+        model: This rank's shard of one stage, with its weights.
+        page_size: Tokens in one block of KV cache.
+    """
+
+    def __init__(self, model: LlamaForCausalLM, *, page_size: int) -> None:
+        self.model = model
+        self._page_size = page_size
+        self._cache: PagedKvCache | None = None
+
+    @property
+    def block_bytes(self) -> int:
+        """Memory of one block on this rank, keys and values of all its layers."""
+        model = self.model
+        per_token = 2 * len(model.layers) * model.num_kv_heads * model.head_dim * model.dtype.itemsize
+        return per_token * self._page_size
+
+    def open_cache(self, num_blocks: int, *, device: torch.device | None = None) -> None:
+        """Make the KV cache; what an earlier one held is gone.
+
+        Args:
+            num_blocks: Blocks, equal on every rank of the replica.
+            device: Of the model.
+        """
+        model = self.model
+        self._cache = PagedKvCache(
+            num_layers=len(model.layers),
+            num_kv_heads=model.num_kv_heads,
+            head_dim=model.head_dim,
+            num_blocks=num_blocks,
+            page_size=self._page_size,
+            dtype=model.dtype,
+            device=device,
+        )
+
+    @torch.inference_mode()
+    def forward(self, batch: Batch, hidden_TD: Tensor | None = None) -> Tensor:
+        """Run this stage's layers and keep the new keys and values.
+
+        Args:
+            batch: At least one chunk; equal on every member of the stage.
+            hidden_TD: What the stage before made; ``None`` on the first stage.
+
+        Returns:
+            ``(T, D)``, the rows of all chunks in batch order.
+
+        Raises:
+            ArgumentError: There is no KV cache yet, or ``hidden_TD`` is given to the first stage or missing on another.
+
+        Collective: those of ``LlamaForCausalLM.forward``.
+        """
+        if self._cache is None:
+            raise ArgumentError("a runner needs its KV cache before a forward; call open_cache first")
+        if (hidden_TD is None) != self.model.is_first_stage:
+            raise ArgumentError("the first stage takes tokens and every other one the hidden states of the stage before")
+        device = self._cache.keys.device
+        positions = [position for chunk in batch.chunks for position in range(chunk.start, chunk.length)]
+        if hidden_TD is None:
+            hidden_TD = torch.tensor([token for chunk in batch.chunks for token in chunk.token_ids], device=device)
+        return self.model(hidden_TD, torch.tensor(positions, device=device), self._cache.step(batch))  # type: ignore[no-any-return]  # nn.Module.__call__ is untyped
+
+    @torch.inference_mode()
+    def sample(self, batch: Batch, hidden_TD: Tensor, *, base_seed: int) -> tuple[int, ...]:
+        """Choose the next token of each of ``batch.sampled``; last stage only.
+
+        Greedy rows exchange one candidate per rank; only rows that draw gather their logits.
+
+        Args:
+            batch: The batch.
+            hidden_TD: What ``forward`` returned for it.
+            base_seed: Seed of this replica, for requests without one of their own.
+
+        Returns:
+            The tokens, in the order of ``batch.sampled``; equal on every member of the stage.
+
+        Raises:
+            ArgumentError: This is not the last stage.
+
+        Collective: one exchange of candidates where a row is greedy, one all_gatherv of logits where one draws.
+        """
+        chunks, rows = batch.sampled, _last_rows(batch)
+        greedy = [index for index, chunk in enumerate(chunks) if chunk.sampling.is_greedy]
+        drawn = [index for index, chunk in enumerate(chunks) if not chunk.sampling.is_greedy]
+        tokens = [0] * len(chunks)
+        if greedy:
+            chosen = self.model.greedy(hidden_TD[[rows[index] for index in greedy]]).tolist()
+            for index, token in zip(greedy, chosen, strict=True):
+                tokens[index] = token
+        if drawn:
+            logits = self.model.logits(hidden_TD[[rows[index] for index in drawn]])
+            for index, logits_V in zip(drawn, logits, strict=True):
+                chunk = chunks[index]
+                seed = chunk.sampling.seed
+                seed = mix_seed(base_seed, chunk.arrival) if seed is None else seed
+                tokens[index] = sample_token(logits_V, chunk.sampling, seed=seed, position=chunk.length)
+        return tuple(tokens)
+
+
+def _last_rows(batch: Batch) -> list[int]:
+    """Row of the last token of every sampled chunk."""
+    rows, end = [], 0
+    for chunk in batch.chunks:
+        end += len(chunk.token_ids)
+        if chunk.is_sampled:
+            rows.append(end - 1)
+    return rows

@@ -1,0 +1,116 @@
+"""The loop of one rank: the leader of a replica reads requests, everyone runs the same policy on the same steps.
+
+All that decides anything reaches the ranks in ``Step`` messages from the leader: requests, aborts, tokens of the last batch. A rank
+has no clock and no source of requests of its own, so batches are equal everywhere by construction. Results leave from the leader
+only. While there is nothing to do the leader sleeps on its link and the others sleep in the receive of the next step; an empty step
+well within the control deadline tells them that the leader lives.
+"""
+
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import final
+
+from parallel_runtime.context import ParallelContext
+from parallel_runtime.errors import ArgumentError
+from parallel_runtime.serving.leader import LeaderDesk
+from parallel_runtime.serving.messages import FinishReason, Ready, Step, StepOutput, decode, encode
+from parallel_runtime.serving.policy import Batch, SchedulingPolicy
+from parallel_runtime.serving.worker import TpModelWorker
+
+__all__ = ["Scheduler"]
+
+_HEARTBEATS_PER_DEADLINE = 4
+
+
+@final
+class Scheduler:
+    """Serves one replica from one of its ranks.
+
+    Args:
+        ctx: Open context of this rank. Borrowed.
+        worker: This rank's worker.
+        link: To the front process; on the leader of the replica, and there alone.
+        observer: Called with every batch before it runs; for tests and traces.
+
+    Attributes:
+        policy: The requests of the replica; equal on all of its ranks after every step.
+
+    Raises:
+        ArgumentError: A leader without a link, or a link on another rank.
+    """
+
+    def __init__(
+        self,
+        ctx: ParallelContext,
+        worker: TpModelWorker,
+        *,
+        link: Connection | None = None,
+        observer: Callable[[Batch], None] | None = None,
+    ) -> None:
+        if (link is not None) != worker.is_leader:
+            raise ArgumentError(
+                f"rank {ctx.rank} {'leads' if worker.is_leader else 'does not lead'} its replica; leaders alone have a link"
+            )
+        self.policy = SchedulingPolicy(worker.limits)
+        self._worker = worker
+        self._observer = observer
+        self._desk = None if link is None else LeaderDesk(link, self.policy, vocab_size=worker.vocab_size)
+        self._heartbeat_s = ctx.config.deadlines.control_s / _HEARTBEATS_PER_DEADLINE
+        self._dp_rank = ctx.coordinate.dp
+        self._sampled: tuple[int, ...] | None = None
+
+    def run(self) -> None:
+        """Serve until the front process says so, or is gone.
+
+        Raises:
+            PeerError: A rank of the replica failed or left.
+
+        Collective: one message per step and those of the worker; all ranks of the replica.
+        """
+        self._say_ready()
+        while not (step := self._next_step()).shutdown:
+            self._take(step)
+            self._compute()
+        self._take(step)
+
+    def _say_ready(self) -> None:
+        ranks = self._worker.replica.all_gather_object(self._worker.describe())
+        if self._desk is not None:
+            limits = self._worker.limits
+            ready = Ready(
+                dp_rank=self._dp_rank,
+                num_blocks=limits.num_blocks,
+                page_size=limits.page_size,
+                max_request_tokens=limits.max_request_tokens,
+                vocab_size=self._worker.vocab_size,
+                ranks=tuple(ranks),
+            )
+            self._desk.send(ready)
+
+    def _next_step(self) -> Step:
+        if self._desk is None:
+            return decode(self._worker.replica.broadcast_object(b"", src=0), Step)
+        is_idle = self._sampled is None and self.policy.is_idle
+        step = self._desk.collect(self._sampled, wait_s=self._heartbeat_s if is_idle else 0.0)
+        self._sampled = None
+        self._worker.replica.broadcast_object(encode(step), src=0)
+        return step
+
+    def _take(self, step: Step) -> None:
+        outputs = [] if step.sampled is None else self.policy.complete(step.sampled)
+        for request_id in step.aborts:
+            if self.policy.abort(request_id):
+                outputs.append(StepOutput(request_id=request_id, finish_reason=FinishReason.ABORT))
+        for request in step.requests:
+            self.policy.add(request)
+        if self._desk is not None:
+            for output in outputs:
+                self._desk.send(output)
+
+    def _compute(self) -> None:
+        batch = self.policy.schedule()
+        if not batch.chunks:
+            return
+        if self._observer is not None:
+            self._observer(batch)
+        self._sampled = self._worker.forward(batch)

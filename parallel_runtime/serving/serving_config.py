@@ -1,0 +1,41 @@
+"""What a user sets about serving."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from parallel_runtime.config.base import FrozenModel
+
+__all__ = ["ServingConfig"]
+
+
+class ServingConfig(FrozenModel):
+    """How a model is served; the same on every rank.
+
+    Attributes:
+        dtype: Of weights, hidden states and KV cache.
+        stage_layers: Layers of each pipeline stage; ``None`` splits evenly, the first stages taking the remainder.
+        page_size: Tokens in one block of KV cache.
+        kv_cache_tokens: Tokens of KV cache of each replica; ``None`` takes what all running requests could need, within 30%
+            of the free memory, which the ranks share.
+        max_batch_tokens: Tokens computed in one step; a longer prompt is computed in several.
+        max_batch_requests: Requests that run at once in one replica.
+        max_waiting: Requests that may wait for each replica; one more is refused at once.
+        max_request_tokens: Prompt plus new tokens of one request; ``None`` takes the model's context length.
+        balance: How requests are spread over data-parallel ranks.
+        seed: Base of the random streams of requests without a seed of their own; ``None`` draws one.
+
+    Raises:
+        ConfigError: A value breaks a rule.
+    """
+
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    stage_layers: tuple[int, ...] | None = None
+    page_size: int = Field(default=16, ge=1)
+    kv_cache_tokens: int | None = Field(default=None, ge=1)
+    max_batch_tokens: int = Field(default=512, ge=1)
+    max_batch_requests: int = Field(default=32, ge=1)
+    max_waiting: int = Field(default=1024, ge=1)
+    max_request_tokens: int | None = Field(default=None, ge=2)
+    balance: Literal["round_robin", "least_requests", "least_tokens"] = "least_requests"
+    seed: int | None = Field(default=None, ge=0, lt=2**63)

@@ -1,0 +1,169 @@
+"""One rank's worker: builds its shard, agrees on memory and seeds with its replica, and runs batches through the pipeline.
+
+Legend: T tokens of a batch, D hidden size.
+"""
+
+import os
+import secrets
+from pathlib import Path
+from typing import final
+
+import msgspec
+import torch
+from torch import Tensor
+
+from parallel_runtime.comm import GroupCoordinator
+from parallel_runtime.context import ParallelContext
+from parallel_runtime.errors import ConfigError
+from parallel_runtime.models.llama import load_llama
+from parallel_runtime.models.resolve import open_checkpoint
+from parallel_runtime.serving.blocks import blocks_for
+from parallel_runtime.serving.memory import available_bytes
+from parallel_runtime.serving.policy import Batch, PolicyLimits
+from parallel_runtime.serving.runner import ModelRunner
+from parallel_runtime.serving.sampling import mix_seed
+from parallel_runtime.serving.serving_config import ServingConfig
+from parallel_runtime.topology.shards import split_layers
+
+__all__ = ["TpModelWorker"]
+
+_CACHE_SHARE = 0.3
+
+
+@final
+class TpModelWorker:
+    """One rank of a replica: the ranks that differ in tp and pp alone and hold one model together.
+
+    Args:
+        ctx: Open context of this rank. Borrowed.
+        model: ``"smollm2"``, a GGUF file or a directory with ``config.json`` and safetensors.
+        config: How to serve; equal on every rank.
+
+    Attributes:
+        replica: Group of the ranks of this replica. Groups of different replicas never wait for each other.
+        limits: What the replica may do at once, its KV cache included; equal on all of its ranks.
+        vocab_size: Token ids below this exist.
+        runner: This rank's shard.
+
+    Raises:
+        CheckpointError: There is no such model, or it cannot be read.
+        ConfigError: The model cannot be split like this, context parallelism is asked for, or not one block of KV cache fits.
+
+    Collective: two small messages over the replica; all of its ranks.
+    """
+
+    def __init__(self, ctx: ParallelContext, *, model: str | Path, config: ServingConfig | None = None) -> None:
+        config = config or ServingConfig()
+        if ctx.cp.world_size > 1:
+            raise ConfigError(f"cp={ctx.cp.world_size}: serving does not split one sequence over ranks yet; use cp=1")
+        self._ctx = ctx
+        self.replica: GroupCoordinator = ctx.open_group("tp", "cp", "pp")
+        with open_checkpoint(model) as checkpoint:
+            stages = split_layers(checkpoint.config.num_layers, num_stages=ctx.pp.world_size, sizes=config.stage_layers)
+            loaded = load_llama(
+                checkpoint,
+                tp=ctx.tp,
+                layers=stages[ctx.pp.rank_in_group],
+                dtype=torch.float32 if config.dtype == "float32" else torch.bfloat16,
+                device=ctx.device,
+            )
+        self.runner = ModelRunner(loaded, page_size=config.page_size)
+        self.vocab_size = loaded.config.vocab_size
+        self.limits = self._agree_limits(config, loaded.config.max_positions)
+        self.runner.open_cache(self.limits.num_blocks, device=ctx.device)
+        self._seed = self._agree_seed(config.seed)
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this rank leads its replica: tp=0, cp=0, pp=0."""
+        return self.replica.is_first_rank
+
+    def forward(self, batch: Batch) -> tuple[int, ...] | None:
+        """Run one batch through every stage and choose its tokens.
+
+        Args:
+            batch: At least one chunk; equal on every rank of the replica.
+
+        Returns:
+            The token of each of ``batch.sampled`` on the leader, ``None`` on the other ranks.
+
+        Raises:
+            PeerError: A rank of the replica failed or left.
+
+        Collective: those of the model on each stage; hidden states from stage to stage, tokens from the last one to the leader.
+        """
+        pp, tp = self._ctx.pp, self._ctx.tp
+        hidden_TD = self.run_stages(batch)
+        tokens: tuple[int, ...] | None = None
+        if pp.is_last_rank:
+            tokens = self.runner.sample(batch, hidden_TD, base_seed=self._seed)
+        if not tp.is_first_rank:
+            return None
+        if pp.world_size == 1:
+            return tokens
+        if pp.is_last_rank:
+            pp.send_object(list(tokens or ()), dst=0)
+        elif pp.is_first_rank:
+            return msgspec.convert(pp.recv_object(src=pp.world_size - 1), tuple[int, ...])
+        return None
+
+    def run_stages(self, batch: Batch) -> Tensor:
+        """Run one batch through the layers of every stage, without choosing tokens.
+
+        Args:
+            batch: At least one chunk; equal on every rank of the replica.
+
+        Returns:
+            ``(T, D)`` as this rank's stage leaves it; on the last stage, what ``logits`` takes.
+
+        Raises:
+            PeerError: A rank of the replica failed or left.
+
+        Collective: those of the model on each stage; hidden states from stage to stage.
+        """
+        pp = self._ctx.pp
+        hidden_TD = None if pp.is_first_rank else pp.recv(src=pp.rank_in_group - 1)
+        hidden_TD = self.runner.forward(batch, hidden_TD)
+        if not pp.is_last_rank:
+            pp.send(hidden_TD, dst=pp.rank_in_group + 1)
+        return hidden_TD
+
+    def describe(self) -> str:
+        """Who this rank is and what it runs on, in one line."""
+        ctx, layers = self._ctx, self.runner.model.layers
+        model = self.runner.model
+        where = f"tp={ctx.coordinate.tp} pp={ctx.coordinate.pp} dp={ctx.coordinate.dp}, pid {os.getpid()} on {ctx.device}"
+        what = f"layers {layers.start}-{layers.stop - 1}, {model.num_query_heads} query and {model.num_kv_heads} KV heads"
+        groups = "; ".join(group.describe() for group in (ctx.tp, ctx.pp) if group.world_size > 1)
+        return f"rank {ctx.rank}: {where}; {what}; {groups or 'no groups'}"
+
+    def _agree_limits(self, config: ServingConfig, context_length: int) -> PolicyLimits:
+        longest = min(config.max_request_tokens or context_length, context_length)
+        at_once = min(config.max_batch_requests, config.max_batch_tokens)
+        if config.kv_cache_tokens is not None:
+            num_blocks = blocks_for(config.kv_cache_tokens, config.page_size)
+        else:
+            budget = _CACHE_SHARE * available_bytes(self._ctx.device) / self._num_ranks_on_device()
+            num_blocks = min(at_once * blocks_for(longest, config.page_size), int(budget // self.runner.block_bytes))
+        num_blocks = min(self.replica.all_gather_object(num_blocks))
+        if num_blocks < 1:
+            raise ConfigError(
+                f"not one block of {config.page_size} tokens of KV cache fits into {_CACHE_SHARE:.0%} of the free memory of some "
+                f"rank; this one needs {self.runner.block_bytes} bytes for it; free memory or set kv_cache_tokens"
+            )
+        return PolicyLimits(
+            num_blocks=num_blocks,
+            page_size=config.page_size,
+            max_batch_tokens=config.max_batch_tokens,
+            max_batch_requests=at_once,
+            max_waiting=config.max_waiting,
+            max_request_tokens=longest,
+        )
+
+    def _agree_seed(self, seed: int | None) -> int:
+        if seed is None:
+            seed = int(self.replica.broadcast_object(secrets.randbits(63)))
+        return mix_seed(seed, self._ctx.coordinate.dp)
+
+    def _num_ranks_on_device(self) -> int:
+        return 1 if self._ctx.device.type == "cuda" else self._ctx.world_size

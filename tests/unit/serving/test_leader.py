@@ -1,0 +1,115 @@
+"""The leader's desk: which messages become which step."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+
+import pytest
+
+from parallel_runtime.errors import SerializationError
+from parallel_runtime.serving.leader import LeaderDesk
+from parallel_runtime.serving.messages import (
+    Abort,
+    FinishReason,
+    FrontMessage,
+    LeaderMessage,
+    Rejected,
+    Request,
+    SamplingParams,
+    Shutdown,
+    Step,
+    StepOutput,
+    Submit,
+    decode,
+    encode,
+)
+from parallel_runtime.serving.policy import PolicyLimits, SchedulingPolicy
+
+
+def make(name: str, *prompt: int, new: int = 4) -> Request:
+    return Request(request_id=name, prompt=prompt or (1,), sampling=SamplingParams(max_new_tokens=new))
+
+
+@dataclass
+class Office:
+    front: Connection
+    desk: LeaderDesk
+    policy: SchedulingPolicy
+
+    def say(self, *messages: FrontMessage) -> None:
+        for message in messages:
+            self.front.send_bytes(encode(message))
+
+    def heard(self) -> list[LeaderMessage]:
+        heard: list[LeaderMessage] = []
+        while self.front.poll():
+            heard.append(decode(self.front.recv_bytes(), LeaderMessage))  # type: ignore[arg-type]  # a union is a form
+        return heard
+
+
+@pytest.fixture
+def office() -> Iterator[Office]:
+    front, leader = Pipe()
+    policy = SchedulingPolicy(PolicyLimits(num_blocks=10, page_size=4, max_waiting=2, max_request_tokens=30))
+    with front, leader:
+        yield Office(front=front, desk=LeaderDesk(leader, policy, vocab_size=100), policy=policy)
+
+
+def test_requests_enter_a_step_in_order(office: Office) -> None:
+    office.say(Submit(make("b")), Submit(make("a")))
+    assert office.desk.collect((7,), wait_s=1.0) == Step(sampled=(7,), requests=(make("b"), make("a")))
+    assert office.desk.collect(None, wait_s=0.0) == Step()
+    assert office.heard() == []
+
+
+def test_aborts_reach_the_policy_or_end_a_request_that_just_came(office: Office) -> None:
+    office.policy.add(make("old"))
+    office.say(Submit(make("new")), Abort("new"), Abort("old"), Abort("unknown"))
+    assert office.desk.collect(None, wait_s=1.0) == Step(aborts=("old", "unknown"))
+    assert office.heard() == [StepOutput(request_id="new", finish_reason=FinishReason.ABORT)]
+
+
+def test_abort_of_everything(office: Office) -> None:
+    office.policy.add(make("old"))
+    office.say(Submit(make("new")), Abort())
+    assert office.desk.collect(None, wait_s=1.0) == Step(aborts=("old",))
+    assert office.heard() == [StepOutput(request_id="new", finish_reason=FinishReason.ABORT)]
+
+
+def test_what_cannot_be_served_is_refused_and_enters_no_step(office: Office) -> None:
+    office.policy.add(make("old"))
+    office.say(Submit(make("a", 100)), Submit(make("b", 1, new=30)), Submit(make("old")), Submit(make("c")))
+    office.say(Submit(make("c")), Submit(make("d")))
+    assert office.desk.collect(None, wait_s=1.0) == Step(requests=(make("c"),))
+    refused = office.heard()
+    assert [(message.request_id, message.queue_full) for message in refused if isinstance(message, Rejected)] == [
+        ("a", False),
+        ("b", False),
+        ("old", False),
+        ("c", False),
+        ("d", True),
+    ]
+    texts = [message.message for message in refused if isinstance(message, Rejected)]
+    for text, part in zip(texts, ("0 to 99", "holds 30", "alive already", "alive already", "max_waiting=2"), strict=True):
+        assert part in text
+
+
+def test_shutdown_and_a_front_that_is_gone_end_everything(office: Office) -> None:
+    office.policy.add(make("old"))
+    office.say(Submit(make("new")), Shutdown())
+    assert office.desk.collect((1,), wait_s=1.0) == Step(sampled=(1,), aborts=("old",), shutdown=True)
+    office.front.close()
+    assert office.desk.collect(None, wait_s=1.0).shutdown
+
+
+def test_an_answer_to_a_front_that_is_gone_ends_everything(office: Office) -> None:
+    office.front.close()
+    office.desk.send(StepOutput(request_id="a", token_ids=(1,)))
+    assert office.desk.collect(None, wait_s=0.0).shutdown
+
+
+def test_bytes_that_are_no_message(office: Office) -> None:
+    office.front.send_bytes(b"\xc1")
+    with pytest.raises(SerializationError, match="1 bytes are not the message expected here"):
+        office.desk.collect(None, wait_s=1.0)
