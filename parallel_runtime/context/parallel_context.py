@@ -90,9 +90,9 @@ class ParallelContext:
             RendezvousError: A rank is missing, differs or is there twice.
             PeerTimeoutError: The store does not answer, or a group does not come together in time.
         """
-        self._check_process()
         if self._state is not ContextState.NEW:
             raise ContextStateError(f"a ParallelContext is entered once; this one is {self._state}. Make a new one")
+        self._pid = os.getpid()
         self._state = ContextState.CLOSED  # stays so if a step below raises
         try:
             with ExitStack() as stack:
@@ -389,8 +389,8 @@ class ParallelContext:
     def _check_process(self) -> None:
         if self._pid != os.getpid():
             raise ContextStateError(
-                f"this context belongs to another process: made in pid {self._pid}, used in pid {os.getpid()}, which was forked "
-                f"from it. Contexts stay in their process; open one of its own in the child"
+                f"this context belongs to another process: opened by pid {self._pid}, used by pid {os.getpid()}, which was "
+                f"forked from it. Contexts stay in their process; open one of its own in the child"
             )
 
     def _check_open(self) -> None:

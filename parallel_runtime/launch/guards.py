@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import sys
+from multiprocessing import process
 from pathlib import Path
 from types import FrameType, ModuleType
 
@@ -30,16 +31,20 @@ def unguarded_error() -> LaunchError:
 
 
 def refuse_unguarded_main() -> None:
-    """Stop a script without a main guard before it starts processes without end.
+    """Stop a script without a main guard before it starts processes without end, and one that is not in a file.
 
     A rank that is importing its parent's script leaves at once and in silence; its parent tells the story, once.
 
     Raises:
-        LaunchError: The script is running its top level, and nothing in it asks for ``__name__``.
+        LaunchError: The script is running its top level, and nothing in it asks for ``__name__``; or it came through a pipe.
     """
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         os._exit(UNGUARDED_STATUS)
     main = sys.modules["__main__"]
+    if getattr(main, "__spec__", None) is None and hasattr(main, "__file__") and not _script_path(main).is_file():
+        raise LaunchError(
+            f"every rank imports the main script, and {main.__file__!r} is not a file it could import; save the script to a file"
+        )
     if _runs_its_top_level(main) and "__name__" not in _source(main):
         raise unguarded_error()
 
@@ -68,9 +73,14 @@ def _runs_its_top_level(main: ModuleType) -> bool:
     return frame is not None
 
 
+def _script_path(main: ModuleType) -> Path:
+    """Where ranks will look for the script, also after a change of directory."""
+    return Path(vars(process)["ORIGINAL_DIR"] or "", main.__file__ or "")
+
+
 def _source(main: ModuleType) -> str:
     """Text of the script; one that cannot be read counts as guarded."""
     try:
-        return Path(main.__file__ or "").read_text(encoding="utf-8")
+        return _script_path(main).read_text(encoding="utf-8")
     except (AttributeError, OSError, UnicodeDecodeError):
         return "__name__"

@@ -18,6 +18,7 @@ from parallel_runtime.comm.c10d import connect_store
 from parallel_runtime.config.environment import Identity, adopt_environ
 from parallel_runtime.config.parallel_config import ParallelConfig
 from parallel_runtime.context.parallel_context import ParallelContext
+from parallel_runtime.errors import SerializationError
 from parallel_runtime.launch.outcome import RankFailure, failure_of
 from parallel_runtime.launch.payload import unpack_call
 from parallel_runtime.launch.wires import Descriptor, read_all, send_message
@@ -130,15 +131,22 @@ def run_rank(task: RankTask) -> None:
 def _call(fn: Callable[..., object], ctx: ParallelContext, args: Sequence[object], rank: Rank, reporter: _Reporter) -> Result:
     """Run the function. Its failure is reported before the context closes, so before any peer can notice and complain."""
     try:
-        return Result(pickle.dumps(fn(ctx, *args), protocol=pickle.HIGHEST_PROTOCOL))
+        return _pack_result(fn(ctx, *args))
     except SystemExit as error:
         if error.code in (None, 0):
-            return Result(pickle.dumps(None))
+            return _pack_result(None)
         reporter.finish(failure_of(rank, error, skip_frames=1))
         raise
     except BaseException as error:
         reporter.finish(failure_of(rank, error, skip_frames=1))
         raise
+
+
+def _pack_result(value: object) -> Result:
+    try:
+        return Result(pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL))
+    except Exception as error:
+        raise SerializationError(f"the result, a {type(value).__qualname__}, cannot be sent back to the parent: {error}") from error
 
 
 def _open_context(rank: Rank, job: Job) -> ParallelContext:
