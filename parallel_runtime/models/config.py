@@ -6,6 +6,7 @@ from typing import final
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
 
+from parallel_runtime.config import ModelShape
 from parallel_runtime.errors import CheckpointError, ConfigError
 
 __all__ = ["LlamaConfig", "llama_config_from_hf"]
@@ -82,6 +83,18 @@ class LlamaConfig:
             raise ConfigError(
                 f"{len(self.rope_factors)} rope_factors for head_dim={self.head_dim}; expected {self.head_dim // 2}"
             )
+
+    @property
+    def shape(self) -> ModelShape:
+        """The sizes that ``ParallelConfig.check_model`` looks at."""
+        return ModelShape(
+            num_layers=self.num_layers,
+            num_query_heads=self.num_query_heads,
+            num_kv_heads=self.num_kv_heads,
+            vocab_size=self.vocab_size,
+            hidden_size=self.hidden_size,
+            intermediate_size=self.intermediate_size,
+        )
 
 
 def llama_config_from_hf(raw: object, *, where: str) -> LlamaConfig:

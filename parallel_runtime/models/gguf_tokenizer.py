@@ -39,7 +39,7 @@ def gguf_backend(file: GgufFile) -> "Backend":
         raise CheckpointError(f"{file.path}: tokenizer.ggml.model is {kind!r}, which is not implemented (known: gpt2)")
     pre_tokenizer = _pre_tokenizer(file, pre)
     tokens = _array(file, "tokenizer.ggml.tokens").strings()
-    merges = [_pair(file, merge) for merge in _array(file, "tokenizer.ggml.merges").strings()]
+    merges = _merges(file)
     vocabulary = {token: token_id for token_id, token in enumerate(tokens)}
     try:
         backend = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=pre in _LLAMA3))
@@ -76,6 +76,13 @@ def _pre_tokenizer(file: GgufFile, pre: object) -> "PreTokenizer":
         return pre_tokenizers.Sequence([words, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
     known = ", ".join((*_GPT2, *_SINGLE_DIGITS, *_LLAMA3))
     raise CheckpointError(f"{file.path}: tokenizer.ggml.pre is {pre!r}, which is not implemented (known: {known})")
+
+
+def _merges(file: GgufFile) -> list[tuple[str, str]]:
+    """Pairs to join, most frequent first; none where the key is missing, since writers leave empty arrays out."""
+    if "tokenizer.ggml.merges" not in file.metadata:
+        return []
+    return [_pair(file, merge) for merge in _array(file, "tokenizer.ggml.merges").strings()]
 
 
 def _pair(file: GgufFile, merge: str) -> tuple[str, str]:

@@ -180,7 +180,6 @@ def _write_metadata(writer: Any, config: LlamaConfig) -> None:
         writer.add_tokenizer_pre("smollm")
         writer.add_token_list(tokens)
         writer.add_token_types([3] * special + [1] * _BYTES)
-        writer.add_token_merges([])
 
 
 def _hf_config(config: LlamaConfig, dtype: torch.dtype) -> dict[str, object]:

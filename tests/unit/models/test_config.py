@@ -94,6 +94,12 @@ def test_what_is_not_implemented_or_broken_is_refused(changes: Mapping[str, obje
         llama_config_from_hf(LLAMA | dict(changes), where="config.json")
 
 
+def test_the_shape_is_what_a_layout_is_checked_against() -> None:
+    shape = tiny_llama_config(num_kv_heads=1).shape
+    assert (shape.num_layers, shape.num_query_heads, shape.num_kv_heads) == (2, 4, 1)
+    assert (shape.vocab_size, shape.hidden_size, shape.intermediate_size, shape.num_experts) == (101, 32, 64, 0)
+
+
 def test_a_file_without_its_keys_is_refused() -> None:
     with pytest.raises(CheckpointError, match="vocab_size: Field required"):
         llama_config_from_hf({"model_type": "llama"}, where="config.json")
