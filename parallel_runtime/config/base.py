@@ -148,5 +148,6 @@ def _kind_of(value: object) -> str:
 
 def _suggest(cls: type[FrozenModel], name: str) -> str:
     known = list(cls.model_fields)
-    close = cls.spellings.get(name) or next(iter(difflib.get_close_matches(name, known, n=1, cutoff=0.6)), None)
+    longer = [field for field in known if field.startswith(f"{name}_")]
+    close = cls.spellings.get(name) or next(iter(difflib.get_close_matches(name, known, n=1) + longer), None)
     return f"did you mean {close!r}?" if close else f"it has {', '.join(known)}"

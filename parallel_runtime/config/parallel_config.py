@@ -131,7 +131,7 @@ class ParallelConfig(FrozenModel):
         Raises:
             ConfigError: A size is still -1.
         """
-        self._need_resolved("a layout")
+        self._need_resolved("layout")
         world_size = self.tp * self.cp * self.dp * self.pp
         return Layout.of(
             tp=self.tp,
@@ -152,7 +152,7 @@ class ParallelConfig(FrozenModel):
         Raises:
             ConfigError: A size is still -1.
         """
-        self._need_resolved("a world size")
+        self._need_resolved("world size")
         return self.layout.world_size
 
     @property
@@ -162,7 +162,7 @@ class ParallelConfig(FrozenModel):
         Raises:
             ConfigError: A size is still -1.
         """
-        self._need_resolved("a stage size")
+        self._need_resolved("stage size")
         return self.layout.stage_size
 
     @property
@@ -172,7 +172,7 @@ class ParallelConfig(FrozenModel):
         Raises:
             ConfigError: A size is still -1.
         """
-        self._need_resolved("an edp size")
+        self._need_resolved("edp size")
         return self.layout.edp
 
     def resolve(self, *, world_size: int) -> Self:
@@ -215,7 +215,7 @@ class ParallelConfig(FrozenModel):
         Raises:
             ConfigError: A size is still -1, or the ranks cannot be placed on these hosts.
         """
-        self._need_resolved("a plan")
+        self._need_resolved("plan")
         backend = self.backend
         if backend == "auto":
             backend = "nccl" if self.device == "cuda" else "gloo"
@@ -232,11 +232,10 @@ class ParallelConfig(FrozenModel):
         Raises:
             ConfigError: A size is still -1.
         """
-        self._need_resolved("settings to agree on")
+        self._need_resolved("set of settings to agree on")
         settings = self.model_dump(mode="json", exclude={"deadlines"})
-        ranks = self.layout.ranks
-        if tuple(ranks) == tuple(range(ranks[0], ranks[0] + len(ranks))):
-            settings.update(ranks=None, rank_offset=ranks[0])
+        if self.ranks is not None and self.ranks == tuple(range(self.ranks[0], self.ranks[0] + len(self.ranks))):
+            settings.update(ranks=None, rank_offset=self.ranks[0])
         return settings
 
     def digest(self) -> str:
@@ -248,7 +247,7 @@ class ParallelConfig(FrozenModel):
         Raises:
             ConfigError: A size is still -1.
         """
-        self._need_resolved("a digest")
+        self._need_resolved("digest")
         text = json.dumps(self.agreed_settings(), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
 
@@ -323,6 +322,6 @@ class ParallelConfig(FrozenModel):
         for axis, size in self._dense_sizes.items():
             if size == -1:
                 raise ConfigError(
-                    f"{axis}=-1 is not known yet, so there is no {what.split(' ', 1)[1]}; call resolve(world_size=...) first, "
+                    f"{axis}=-1 is not known yet, so there is no {what}; call resolve(world_size=...) first, "
                     f"or give {axis} its size"
                 )

@@ -1,0 +1,70 @@
+"""FrozenModel: strict, frozen, validated on every way in, and refusing in words."""
+
+import copy
+import pickle
+from collections.abc import Callable
+from types import MappingProxyType
+from typing import ClassVar
+
+import pytest
+from pydantic import ValidationError
+
+from parallel_runtime.config.base import FrozenModel
+from parallel_runtime.errors import ConfigError
+
+
+class Inner(FrozenModel):
+    depth: int = 1
+
+
+class Outer(FrozenModel):
+    size: int
+    name: str = "x"
+    inner: Inner = Inner()
+    spellings: ClassVar[MappingProxyType[str, str]] = MappingProxyType({"width": "size"})
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: Outer.model_validate({}), "Outer needs size"),
+        (
+            lambda: Outer.model_validate({"size": True}),
+            "size=True is a bool, not an integer, and nothing is converted; .* size=2",
+        ),
+        (lambda: Outer.model_validate({"size": "2"}), "size='2' is a str, not an integer"),
+        (lambda: Outer.model_validate({"size": 2, "width": 3}), "width=3: Outer has no setting 'width'; did you mean 'size'"),
+        (lambda: Outer.model_validate({"size": 2, "sise": 3}), "sise=3: Outer has no setting 'sise'; did you mean 'size'"),
+        (lambda: Outer.model_validate({"size": 2, "zzz": 3}), "zzz=3: Outer has no setting 'zzz'; it has size, name, inner"),
+        (lambda: Outer.model_validate({"size": 2, "name": 3}), "name=3 should be a valid string"),
+        (lambda: Outer.model_validate({"size": 2.5, "name": 3}), "size=2.5 is a float, not an integer.*; name=3 should be"),
+        (lambda: Outer.model_validate({"size": 2, "inner": {"depth": "1"}}), "depth='1' is a str"),
+        (lambda: Outer.model_validate(3), "Outer: 3 should be a valid dictionary or instance of Outer"),
+        (lambda: Outer.model_validate_json("{"), "Outer: Invalid JSON"),
+        (lambda: Outer.model_validate_json('{"size": "2"}'), "size='2' is a str"),
+        (lambda: Outer(size=2).replace(size="2"), "size='2' is a str"),
+        (lambda: Outer(size=2).model_copy(update={"size": "2"}), "size='2' is a str"),
+    ],
+)
+def test_every_way_in_refuses_in_words(make: Callable[[], Outer], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        make()
+
+
+@pytest.mark.parametrize(
+    "clone", [lambda it: pickle.loads(pickle.dumps(it)), copy.copy, copy.deepcopy, lambda it: it.model_copy()]
+)
+def test_copies_are_validated_again(clone: Callable[[Outer], Outer]) -> None:
+    good = Outer(size=2, inner=Inner(depth=3))
+    assert clone(good) == good
+    good.__dict__["size"] = "tampered"
+    with pytest.raises(ConfigError, match="size='tampered' is a str"):
+        clone(good)
+
+
+def test_instances_are_frozen_and_hashable() -> None:
+    one = Outer(size=2)
+    with pytest.raises(ValidationError, match="frozen"):
+        one.size = 3  # type: ignore[misc]  # the point of the test
+    assert hash(one) == hash(Outer(size=2))
+    assert one.replace(name="y") == Outer(size=2, name="y")
