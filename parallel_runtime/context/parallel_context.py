@@ -17,8 +17,8 @@ from parallel_runtime.config.parallel_config import ParallelConfig
 from parallel_runtime.context.choices import choose_backend, choose_device, fit_config
 from parallel_runtime.context.groups import C10dConnector, Connector, GroupTable, connect_fake, local_connector
 from parallel_runtime.context.meeting_point import MeetingPoint, find_meeting_point, own_address
-from parallel_runtime.context.rendezvous import Meeting, Member, join_world, new_uid, wait_for_keys
-from parallel_runtime.errors import ArgumentError, CollectiveMismatchError, ContextStateError, RendezvousError
+from parallel_runtime.context.rendezvous import Meeting, Member, join_world, new_uid
+from parallel_runtime.errors import ArgumentError, CollectiveMismatchError, ContextStateError
 from parallel_runtime.terms import GROUP_NAMES, Rank
 from parallel_runtime.topology.layout import Coordinate, Layout
 
@@ -291,7 +291,7 @@ class ParallelContext:
             CollectiveMismatchError: Another member opens a different group at this point; raised on all of them.
             ConfigError: The axes do not go together.
             ContextStateError: The context is not open, or was opened by another process.
-            RendezvousError: A member did not ask within ``deadlines.join_s``.
+            RendezvousError: A member left, or did not ask within ``deadlines.join_s``.
 
         Collective: all ranks, in the same order where they open several; a rank waits for the members of its own group only.
         """
@@ -373,18 +373,11 @@ class ParallelContext:
 
     def _agree_on_extra_group(self, meeting: Meeting, axes: tuple[str, ...], ranks: tuple[Rank, ...]) -> None:
         """Members alone compare what they open as their n-th extra group: an order that differs is an error, never a hang."""
-        number = len(self._extra_groups)
-        meeting.room.set(f"extra/{number}/{self.rank}", "+".join(axes))
-        join_s = self._config.deadlines.join_s
-        if not wait_for_keys(meeting.room, [f"extra/{number}/{rank}" for rank in ranks], join_s):
-            late = [rank for rank in ranks if not meeting.room.check([f"extra/{number}/{rank}"])]
-            raise RendezvousError(
-                f"group {'+'.join(axes)} of ranks {list(ranks)}: did not open it within {join_s:g} s: {', '.join(map(str, late))}"
-            )
-        opened = {rank: meeting.room.get(f"extra/{number}/{rank}").decode() for rank in ranks}
-        if len(set(opened.values())) > 1:
-            said = ", ".join(f"rank {rank} opens {what}" for rank, what in opened.items())
-            raise CollectiveMismatchError(f"extra groups are opened in the same order on every rank; as no. {number + 1}, {said}")
+        number = len(self._extra_groups) + 1
+        told = meeting.exchange(f"extra group {number}", "+".join(axes), ranks, self._config.deadlines.join_s)
+        if len(set(told.values())) > 1:
+            said = ", ".join(f"rank {rank} opens {what}" for rank, what in told.items())
+            raise CollectiveMismatchError(f"extra groups are opened in the same order on every rank; as no. {number}, {said}")
 
     def _check_process(self) -> None:
         if self._pid != os.getpid():

@@ -115,6 +115,36 @@ class Meeting:
         with suppress(RuntimeError):
             self.room.set(f"left/{self.rank}", reason or "closed")
 
+    def exchange(self, topic: str, value: str, ranks: Sequence[int], timeout_s: float) -> dict[int, str]:
+        """Tell some ranks something, and learn what they tell.
+
+        Args:
+            topic: Equal on these ranks, and used once.
+            value: Of this rank.
+            ranks: Who takes part, this rank included.
+            timeout_s: Longest wait for the others, in seconds.
+
+        Returns:
+            What each of them told, by rank.
+
+        Raises:
+            RendezvousError: One of them left, or did not speak in time, or the store is gone.
+        """
+        self.room.set(f"{topic}/{self.rank}", value)
+        deadline = time.monotonic() + timeout_s
+        keys = {rank: f"{topic}/{rank}" for rank in ranks}
+        while not wait_for_keys(self.room, list(keys.values()), min(_SLICE_S, deadline - time.monotonic())):
+            late = [rank for rank, key in keys.items() if not self.room.check([key])]
+            for rank in late:
+                if self.room.check([f"left/{rank}"]):
+                    raise RendezvousError(f"{topic}: rank {rank} has left ({self.room.get(f'left/{rank}').decode()})")
+            if late and time.monotonic() >= deadline:
+                raise RendezvousError(
+                    f"{topic}: {len(keys) - len(late)} of {len(keys)} ranks came within {timeout_s:g} s (deadlines.join_s); "
+                    f"missing: {', '.join(map(str, late))}"
+                )
+        return {rank: self.room.get(key).decode() for rank, key in keys.items()}
+
     def wait_until_all_left(self, timeout_s: float) -> bool:
         """Wait for every rank's ``leave``.
 

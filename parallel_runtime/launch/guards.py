@@ -25,7 +25,7 @@ def unguarded_error() -> LaunchError:
     script = getattr(sys.modules["__main__"], "__file__", None) or "the script"
     return LaunchError(
         f"ranks were launched at the top level of {script}, outside its main guard. Every rank imports that file again to find "
-        f'its function, and would launch again. Put the call under the guard:\n\n'
+        f"its function, and would launch again. Put the call under the guard:\n\n"
         '    if __name__ == "__main__":\n        launch(...)'
     )
 

@@ -146,7 +146,9 @@ def _pack_result(value: object) -> Result:
     try:
         return Result(pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL))
     except Exception as error:
-        raise SerializationError(f"the result, a {type(value).__qualname__}, cannot be sent back to the parent: {error}") from error
+        raise SerializationError(
+            f"the result, a {type(value).__qualname__}, cannot be sent back to the parent: {error}"
+        ) from error
 
 
 def _open_context(rank: Rank, job: Job) -> ParallelContext:
