@@ -1,53 +1,40 @@
 """Runs a function on the ranks of one group, as threads."""
 
-import threading
 from collections.abc import Callable
 from typing import TypeVar
 
-from parallel_runtime.comm import GroupCoordinator, GroupSpec, LocalCommunicator, LocalHub, open_coordinator
+from parallel_runtime.comm import GroupCoordinator, GroupSpec, open_coordinator
+from parallel_runtime.config import ParallelConfig
+from parallel_runtime.context import ParallelContext
+from parallel_runtime.launch import run_threads
 from parallel_runtime.terms import Rank
-
-T = TypeVar("T")
 
 __all__ = ["alone", "on_ranks", "outcomes"]
 
+_T = TypeVar("_T")
 
-def outcomes(world_size: int, work: Callable[[GroupCoordinator], T]) -> list[T | BaseException]:
+
+def on_ranks(world_size: int, work: Callable[[GroupCoordinator], _T]) -> list[_T]:
+    """What ``work(tp)`` returned on every rank."""
+
+    def run(ctx: ParallelContext) -> _T:
+        return work(ctx.tp)
+
+    return run_threads(run, ParallelConfig(tp=world_size))
+
+
+def outcomes(world_size: int, work: Callable[[GroupCoordinator], _T]) -> list[_T | Exception]:
     """What ``work(tp)`` returned or raised on every rank."""
-    hub = LocalHub(world_size)
-    results: list[T | BaseException] = [RuntimeError("did not finish")] * world_size
 
-    def run(rank: int) -> None:
+    def run(tp: GroupCoordinator) -> _T | Exception:
         try:
-            results[rank] = work(_group(hub, rank, world_size))
-        except BaseException as error:
-            results[rank] = error
-            hub.leave(rank, f"it raised {error!r}")
+            return work(tp)
+        except Exception as error:
+            return error
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world_size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return results
-
-
-def on_ranks(world_size: int, work: Callable[[GroupCoordinator], T]) -> list[T]:
-    """What ``work(tp)`` returned on every rank; raises what the first failing one raised."""
-    results: list[T] = []
-    for outcome in outcomes(world_size, work):
-        if isinstance(outcome, BaseException):
-            raise outcome
-        results.append(outcome)
-    return results
+    return on_ranks(world_size, run)
 
 
 def alone() -> GroupCoordinator:
-    """A group of one."""
-    return _group(LocalHub(1), 0, 1)
-
-
-def _group(hub: LocalHub, rank: int, world_size: int) -> GroupCoordinator:
-    ranks = tuple(Rank(member) for member in range(world_size))
-    communicator = LocalCommunicator(hub, "test", rank, world_size) if world_size > 1 else None
-    return open_coordinator(GroupSpec(name="tp#0", key="test", ranks=ranks, rank=Rank(rank)), communicator)
+    """A group of one, without a context."""
+    return open_coordinator(GroupSpec(name="tp#0", key="test", ranks=(Rank(0),), rank=Rank(0)), None)

@@ -32,9 +32,9 @@ def test_rotation_equals_transformers(dtype: torch.dtype) -> None:
     cos, sin = LlamaRotaryEmbedding(config)(q, positions.unsqueeze(0))
     theirs = apply_rotary_pos_emb(q.unsqueeze(0), k.unsqueeze(0), cos, sin, unsqueeze_dim=2)
     turned = rotate(torch.cat([q, k], dim=1), RotaryPositions(8, theta=500.0).angles(positions, dtype))
-    tolerance = {"atol": 1e-6, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 2e-2, "rtol": 2e-2}
-    torch.testing.assert_close(turned[:, :3], theirs[0][0], **tolerance)
-    torch.testing.assert_close(turned[:, 3:], theirs[1][0], **tolerance)
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(turned[:, :3], theirs[0][0], atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(turned[:, 3:], theirs[1][0], atol=tolerance, rtol=tolerance)
 
 
 def test_position_zero_and_factors() -> None:
