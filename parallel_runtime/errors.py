@@ -14,6 +14,7 @@ ParallelRuntimeError
 │   ├── PeerLostError (ConnectionError)       a member's process died or left the context
 │   ├── CollectiveMismatchError               members entered different operations, shapes or dtypes
 │   ├── PeerFailedError                       a member reported a failure of its own (agreement, encoding)
+│   │   └── PeerEncodingError                 a member could not encode what it was to send (also a SerializationError)
 │   └── RendezvousError                       the world did not come together: a rank is missing, differs or joined twice
 ├── LaunchError (RuntimeError)                ranks could not be started, or one of them failed
 │   └── RankFailedError                       a rank raised, exited or was killed; carries its own traceback
@@ -37,6 +38,7 @@ __all__ = [
     "LaunchError",
     "LauncherEnvironmentError",
     "ParallelRuntimeError",
+    "PeerEncodingError",
     "PeerError",
     "PeerFailedError",
     "PeerLostError",
@@ -103,6 +105,10 @@ class CollectiveMismatchError(PeerError):
 
 class PeerFailedError(PeerError):
     """A member reported a failure of its own, so that nobody waits for it."""
+
+
+class PeerEncodingError(PeerFailedError, SerializationError):
+    """A member could not encode the object it was to send; the group is as usable as before."""
 
 
 class RendezvousError(PeerError):

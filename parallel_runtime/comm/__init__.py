@@ -12,15 +12,18 @@ from parallel_runtime.comm.c10d import (
     prefix_store,
     wrap,
 )
+from parallel_runtime.comm.channel import Channel
 from parallel_runtime.comm.communicator import Communicator, Operation, ReduceOp, Work
 from parallel_runtime.comm.coordinator import GroupCoordinator, open_coordinator
 from parallel_runtime.comm.fake import FakeCommunicator
 from parallel_runtime.comm.groups import GroupSpec, GroupTimeouts
 from parallel_runtime.comm.local import LocalCommunicator, LocalHub
+from parallel_runtime.comm.p2p import RecvHandle, SendHandle
 from parallel_runtime.comm.recorder import Record
 
 __all__ = [
     "C10dCommunicator",
+    "Channel",
     "Communicator",
     "FakeCommunicator",
     "GroupCoordinator",
@@ -31,7 +34,9 @@ __all__ = [
     "LocalHub",
     "Operation",
     "Record",
+    "RecvHandle",
     "ReduceOp",
+    "SendHandle",
     "Store",
     "Work",
     "connect_store",

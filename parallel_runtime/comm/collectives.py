@@ -38,6 +38,26 @@ class Collectives:
         self._core = core
         self._reductions: dict[tuple[torch.dtype, str], Reduction] = {}
 
+    @property
+    def world_size(self) -> int:
+        """Members of the group."""
+        return self._core.communicator.world_size
+
+    @property
+    def rank_in_group(self) -> int:
+        """Position of this member."""
+        return self._core.communicator.rank_in_group
+
+    @property
+    def name(self) -> str:
+        """Of the group."""
+        return self._core.name
+
+    @property
+    def device(self) -> torch.device:
+        """Where the group's tensors live."""
+        return self._core.spec.device
+
     def all_reduce_(self, tensor: Tensor, op: ReduceOp | str, timeout_s: float | None) -> Tensor:
         """Combine in place."""
         core = self._core
@@ -112,7 +132,7 @@ class Collectives:
                 f"reduce_scatter: dim {dim} has {payload.shape[dim]} elements, not a multiple of the {world_size} members of "
                 f"{core.name}; use reduce_scatterv with sizes"
             )
-        rows = payload.unflatten(dim, (world_size, payload.shape[dim] // world_size)).movedim(dim, 0).contiguous()
+        rows = _split_rows(payload, dim, world_size)
         output = _buffer(out, tuple(rows.shape[1:]), payload, "reduce_scatter")
         args = (plan.apply(output), plan.apply(rows), plan.op, limit_s)
         self._agreed("reduce_scatter", tensor, (dim, str(op)), core.communicator.reduce_scatter, *args)
@@ -244,11 +264,59 @@ class Collectives:
         self._agreed("gather", tensor, (dst, dim), core.communicator.gather, outputs, moved, dst, limit_s)
         return None if target is None else _deliver(out, target.movedim(0, dim).reshape(shape))
 
+    def scatter(
+        self,
+        tensor: Tensor | None,
+        src: int,
+        dim: int,
+        out: Tensor | None,
+        timeout_s: float | None,
+        share: Callable[[object, int, float, str], object],
+    ) -> Tensor:
+        """Deal out equal shards of the tensor on ``src``; what they look like is broadcast first."""
+        core = self._core
+        limit_s = core.deadline(timeout_s, core.collective_s)
+        at_src = core.member(src, "src") == core.communicator.rank_in_group
+        rows: Tensor | None = None
+        fault: Exception | None = None
+        about: object = None
+        if at_src:
+            try:
+                rows = self._shards(tensor, dim)
+                about = (rows.dtype, tuple(rows.shape[1:]))
+            except (ArgumentError, DimError) as exc:
+                fault, about = exc, str(exc)
+        about = share(about, src, limit_s, "scatter shape")
+        if fault is not None:
+            raise fault
+        if not isinstance(about, tuple):
+            raise ArgumentError(f"scatter from member {src} of {core.name}: {about}")
+        dtype, shape = about
+        like = torch.empty(0, dtype=dtype, device=core.spec.device)
+        output = _buffer(out, shape, like, "scatter")
+        inputs = None if rows is None else [movable(row) for row in rows]
+        if output.numel():
+            core.run_agreed("scatter", output, (src,), core.communicator.scatter, movable(output), inputs, src, limit_s)
+        return _deliver(out, output)
+
     def barrier(self, timeout_s: float | None) -> None:
         """Wait for every member."""
         core = self._core
         limit_s = core.deadline(timeout_s, core.spec.timeouts.control_s)
         core.run_agreed("barrier", None, (), core.control.barrier, limit_s)
+
+    def _shards(self, tensor: Tensor | None, dim: int) -> Tensor:
+        """``tensor`` as one row per member."""
+        if tensor is None:
+            raise ArgumentError("scatter: the source has to hand over a tensor, got None")
+        payload = dense(tensor)
+        dim = _real_dim(dim, payload, "scatter")
+        world_size = self._core.communicator.world_size
+        if payload.shape[dim] % world_size:
+            raise ArgumentError(
+                f"scatter: dim {dim} has {payload.shape[dim]} elements, not a multiple of the {world_size} members of {self._core.name}"
+            )
+        return _split_rows(payload, dim, world_size)
 
     def _plan(self, tensor: Tensor, op: ReduceOp | str, operation: str) -> Reduction:
         plan = reduction(tensor.dtype, op, operation)
@@ -295,6 +363,11 @@ class _Joined:
             if piece is not part:
                 part.copy_(piece)
         return _deliver(self._out, self._buffer)
+
+
+def _split_rows(tensor: Tensor, dim: int, parts: int) -> Tensor:
+    """Equal parts along ``dim`` as ``(parts, ...)``, contiguous."""
+    return tensor.unflatten(dim, (parts, tensor.shape[dim] // parts)).movedim(dim, 0).contiguous()
 
 
 def _nothing(*_: object) -> None:

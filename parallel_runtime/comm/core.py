@@ -146,6 +146,11 @@ class GroupCore:
             raise ArgumentError(f"timeout_s={timeout_s} must be a positive number of seconds")
         return timeout_s
 
+    @property
+    def is_foreign(self) -> bool:
+        """Whether this is a forked child of the process that opened the group."""
+        return self.traffic.pid != os.getpid()
+
     def close(self) -> None:
         """Refuse further use; the last coordinator of a communicator frees it. Never communicates; twice is nothing."""
         if not self.is_open:
@@ -158,7 +163,7 @@ class GroupCore:
                 self.control.close()
 
     def _why_unusable(self, operation: str) -> str:
-        if self.traffic.pid != os.getpid():
+        if self.is_foreign:
             return (
                 f"{operation} on group {self.name}: the group belongs to another process (pid {self.traffic.pid}, this is "
                 f"{os.getpid()}); open a context of its own in a child process instead of forking one"

@@ -1,12 +1,37 @@
 """What every coordinator over one communicator shares, so that aliases of a group cannot run into each other."""
 
 import os
+from collections import deque
 from threading import Lock
-from typing import final
+from typing import Any, final
 
 from parallel_runtime.comm.recorder import Recorder
 
-__all__ = ["Traffic"]
+__all__ = ["Streams", "Traffic"]
+
+
+@final
+class Streams:
+    """Where the messages between this member and each other one stand, per (peer, wire tag).
+
+    Attributes:
+        sent: How many have been started.
+        received: How many receives have been started.
+        waiting: Receives that have not finished, oldest first.
+        broken: Why nothing more can be received, where an earlier receive failed.
+        channels: Names of the open channels.
+        posted: The next message of a channel that was looked for and not taken yet.
+    """
+
+    __slots__ = ("broken", "channels", "posted", "received", "sent", "waiting")
+
+    def __init__(self) -> None:
+        self.sent: dict[tuple[int, int], int] = {}
+        self.received: dict[tuple[int, int], int] = {}
+        self.waiting: dict[tuple[int, int], deque[Any]] = {}
+        self.broken: dict[tuple[int, int], str] = {}
+        self.channels: dict[tuple[int, int], str] = {}
+        self.posted: dict[tuple[int, int], Any] = {}
 
 
 @final
@@ -17,15 +42,17 @@ class Traffic:
         lock: Held while an operation runs; a second thread is refused, not queued.
         sequence: Number of the newest operation.
         recorder: What ran and what runs.
+        streams: Where point-to-point messages stand.
         pid: The process it belongs to.
         users: Open coordinators; the last one to close closes the communicator.
     """
 
-    __slots__ = ("lock", "pid", "recorder", "sequence", "users")
+    __slots__ = ("lock", "pid", "recorder", "sequence", "streams", "users")
 
     def __init__(self) -> None:
         self.lock = Lock()
         self.sequence = 0
         self.recorder = Recorder()
+        self.streams = Streams()
         self.pid = os.getpid()
         self.users = 0

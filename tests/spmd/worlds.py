@@ -1,0 +1,136 @@
+"""Groups whose ranks are threads of the test process, over every communicator that can be had so.
+
+A test takes the fixture ``world`` and calls ``world(world_size, body)``; ``body(group)`` runs on every rank, and the results come
+back in rank order. To run every such test over another communicator, add its maker to ``MAKERS``.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import count
+from types import MappingProxyType
+from typing import Final, TypeVar
+
+import torch
+
+from parallel_runtime.comm import (
+    C10dCommunicator,
+    Communicator,
+    GroupCoordinator,
+    GroupSpec,
+    GroupTimeouts,
+    LocalCommunicator,
+    LocalHub,
+    Store,
+    gloo_device,
+    hash_store,
+    open_coordinator,
+)
+from parallel_runtime.terms import Rank
+
+__all__ = ["MAKERS", "Meeting", "RankError", "World"]
+
+_T = TypeVar("_T")
+_keys = count()
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """What the ranks of one world meet in."""
+
+    hub: LocalHub
+    store: Store
+
+
+def _local(meeting: Meeting, key: str, ranks: Sequence[int], rank: int) -> Communicator:
+    return LocalCommunicator(meeting.hub, key, ranks.index(rank), len(ranks), ranks=ranks)
+
+
+def _gloo(meeting: Meeting, key: str, ranks: Sequence[int], rank: int) -> Communicator:
+    return C10dCommunicator(meeting.store, key, ranks.index(rank), len(ranks), timeout_s=30, ranks=ranks, transport=gloo_device())
+
+
+MAKERS: Final = MappingProxyType({"local": _local, "gloo": _gloo})
+"""How one member of a group makes its communicator: ``maker(meeting, key, ranks, rank)``."""
+
+
+class RankError(Exception):
+    """A rank raised; its exception is the cause."""
+
+
+class World:
+    """Opens groups of one kind of communicator."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+
+    def __call__(
+        self,
+        world_size: int,
+        body: Callable[[GroupCoordinator], _T],
+        *,
+        timeouts: GroupTimeouts | None = None,
+        checked: bool = False,
+        ranks: Sequence[int] | None = None,
+    ) -> list[_T]:
+        """Run ``body`` on every rank of one group; ``ranks`` gives its order. Results are in group order."""
+        order = tuple(range(world_size)) if ranks is None else tuple(ranks)
+        return self.many(
+            max(order) + 1, lambda _: [order], lambda rank, groups: body(groups[0]) if groups else None, timeouts=timeouts, checked=checked,
+            pick=order,
+        )  # type: ignore[return-value]
+
+    def many(
+        self,
+        world_size: int,
+        groups_of: Callable[[int], Sequence[Sequence[int]]],
+        body: Callable[[int, list[GroupCoordinator]], _T],
+        *,
+        timeouts: GroupTimeouts | None = None,
+        checked: bool = False,
+        pick: Sequence[int] | None = None,
+    ) -> list[_T]:
+        """Run ``body(rank, its groups)`` on every rank. ``groups_of(rank)`` lists the groups, in one order on their members."""
+        meeting = Meeting(LocalHub(world_size), hash_store())
+        run = next(_keys)
+        results: dict[int, _T] = {}
+        errors: dict[int, BaseException] = {}
+
+        def rank_main(rank: int) -> None:
+            opened: list[GroupCoordinator] = []
+            try:
+                for ranks in groups_of(rank):
+                    if rank in ranks:
+                        opened.append(self._open(meeting, f"w{run}/{'-'.join(map(str, ranks))}", tuple(ranks), rank, timeouts, checked))
+                results[rank] = body(rank, opened)
+            except BaseException as exc:
+                errors[rank] = exc
+            finally:
+                for group in opened:
+                    group.close(grace_s=0.0 if rank in errors else 10.0)
+                meeting.hub.leave(rank)
+
+        threads = [threading.Thread(target=rank_main, args=(rank,), name=f"rank {rank}") for rank in (pick or range(world_size))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(90)
+            if thread.is_alive():
+                raise RankError(f"{thread.name} hangs; errors so far: {errors}")
+        for rank, error in sorted(errors.items(), key=lambda item: "Lost" in type(item[1]).__name__):
+            raise RankError(f"rank {rank} raised {type(error).__name__}: {error}; all: {errors}") from error
+        return [results[rank] for rank in (pick or range(world_size))]
+
+    def _open(
+        self, meeting: Meeting, key: str, ranks: tuple[int, ...], rank: int, timeouts: GroupTimeouts | None, checked: bool
+    ) -> GroupCoordinator:
+        spec = GroupSpec(
+            name=f"g{key[-3:]}",
+            key=key,
+            ranks=tuple(Rank(r) for r in ranks),
+            rank=Rank(rank),
+            device=torch.device("cpu"),
+            timeouts=timeouts or GroupTimeouts(collective_s=20, control_s=20, p2p_s=20),
+            checked=checked,
+        )
+        return open_coordinator(spec, None if len(ranks) == 1 else MAKERS[self.kind](meeting, key, ranks, rank))
