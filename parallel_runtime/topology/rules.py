@@ -104,8 +104,9 @@ def check_ranks(ranks: Sequence[int], *, world_size: int) -> None:
     if len(ranks) != world_size:
         raise ConfigError(f"{len(ranks)} ranks are named but tp*cp*dp*pp = {world_size}; name {world_size} ranks")
     if isinstance(ranks, range):
-        if ranks and min(ranks) < 0:
-            raise ConfigError(f"rank {min(ranks)} is negative; ranks count from 0")
+        lowest = min(ranks[0], ranks[-1])
+        if lowest < 0:
+            raise ConfigError(f"rank {lowest} is negative; ranks count from 0")
         return
     wrong = next((rank for rank in ranks if type(rank) is not int or rank < 0), None)
     if wrong is not None:

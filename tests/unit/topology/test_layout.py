@@ -4,6 +4,7 @@ import pickle
 
 import pytest
 
+from parallel_runtime.config import ParallelConfig
 from parallel_runtime.errors import ArgumentError, ConfigError
 from parallel_runtime.terms import GROUP_NAMES
 from parallel_runtime.topology.layout import Coordinate, Layout
@@ -67,6 +68,16 @@ def test_a_question_about_one_rank_reads_only_its_groups() -> None:
     assert [layout.groups(name)[index] for name, index in zip(GROUP_NAMES, indices, strict=True)] == [
         layout.group_of(5000, name) for name in GROUP_NAMES
     ]
+
+
+def test_a_world_too_large_to_list_is_no_obstacle() -> None:
+    config = ParallelConfig(tp=8, pp=16, dp=2**33, ep=64, rank_offset=5)
+    layout, rank = config.layout, 2**39
+    for name in ("tp", "pp", "ep", "etp", "cp", "dcp"):
+        assert rank in layout.group_of(rank, name)
+    assert layout.group_index(rank, "tp") == (rank - 5) // 8
+    assert layout.group_index(rank, "stage") == layout.coordinate(rank).pp
+    assert len(config.digest()) == 64
 
 
 def test_a_million_ranks_are_not_listed() -> None:
