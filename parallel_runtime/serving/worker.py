@@ -44,6 +44,7 @@ class TpModelWorker:
         limits: What the replica may do at once, its KV cache included; equal on all of its ranks.
         vocab_size: Token ids below this exist.
         runner: This rank's shard.
+        seed: Base of the random streams; equal on the ranks of a replica, different between replicas.
 
     Raises:
         CheckpointError: There is no such model, or it cannot be read.
@@ -71,7 +72,7 @@ class TpModelWorker:
         self.vocab_size = loaded.config.vocab_size
         self.limits = self._agree_limits(config, loaded.config.max_positions)
         self.runner.open_cache(self.limits.num_blocks, device=ctx.device)
-        self._seed = self._agree_seed(config.seed)
+        self.seed = self._agree_seed(config.seed)
 
     @property
     def is_leader(self) -> bool:
@@ -96,7 +97,7 @@ class TpModelWorker:
         hidden_TD = self.run_stages(batch)
         tokens: tuple[int, ...] | None = None
         if pp.is_last_rank:
-            tokens = self.runner.sample(batch, hidden_TD, base_seed=self._seed)
+            tokens = self.runner.sample(batch, hidden_TD, base_seed=self.seed)
         if not tp.is_first_rank:
             return None
         if pp.world_size == 1:

@@ -76,7 +76,11 @@ class World:
         """Run ``body`` on every rank of one group; ``ranks`` gives its order. Results are in group order."""
         order = tuple(range(world_size)) if ranks is None else tuple(ranks)
         return self.many(
-            max(order) + 1, lambda _: [order], lambda rank, groups: body(groups[0]) if groups else None, timeouts=timeouts, checked=checked,
+            max(order) + 1,
+            lambda _: [order],
+            lambda rank, groups: body(groups[0]) if groups else None,
+            timeouts=timeouts,
+            checked=checked,
             pick=order,
         )  # type: ignore[return-value]
 
@@ -101,7 +105,9 @@ class World:
             try:
                 for ranks in groups_of(rank):
                     if rank in ranks:
-                        opened.append(self._open(meeting, f"w{run}/{'-'.join(map(str, ranks))}", tuple(ranks), rank, timeouts, checked))
+                        opened.append(
+                            self._open(meeting, f"w{run}/{'-'.join(map(str, ranks))}", tuple(ranks), rank, timeouts, checked)
+                        )
                 results[rank] = body(rank, opened)
             except BaseException as exc:
                 errors[rank] = exc

@@ -1,0 +1,67 @@
+"""The engine on every kind of layout: the tokens of one plain loop, whatever the split, the batch and the memory."""
+
+from pathlib import Path
+
+import pytest
+
+from parallel_runtime.config import ParallelConfig
+from parallel_runtime.serving import Engine, SamplingParams, ServingConfig
+from tests.spmd.tiny_models import PROMPTS, greedy_reference, write_tiny_model
+
+pytestmark = pytest.mark.timeout(60)
+
+NEW = 12
+GREEDY = SamplingParams(max_new_tokens=NEW)
+
+MODELS: dict[str, dict[str, object]] = {
+    "plain": {},
+    "one KV head": {"num_kv_heads": 1},
+    "tied, vocabulary not divisible": {"tie_word_embeddings": True, "vocab_size": 97},
+    "biases": {"attention_bias": True, "mlp_bias": True},
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_split_says_the_same(name: str, tmp_path: Path) -> None:
+    model = write_tiny_model(tmp_path / "model", **MODELS[name])
+    expected = greedy_reference(model, PROMPTS, NEW)
+    for sizes in ({"tp": 1}, {"tp": 3}, {"tp": 4}, {"pp": 2}, {"pp": 3}, {"pp": 4}, {"dp": 2}, {"tp": 2, "pp": 2, "dp": 2}):
+        with Engine(model, parallel=ParallelConfig(**sizes), executor="threads") as engine:
+            completions = engine.generate(PROMPTS, GREEDY)
+        assert [completion.token_ids for completion in completions] == expected, sizes
+        assert [completion.prompt_token_ids for completion in completions] == list(PROMPTS)
+
+
+def test_one_layer_and_stages_chosen_by_hand(tmp_path: Path) -> None:
+    model = write_tiny_model(tmp_path / "model")
+    expected = greedy_reference(model, PROMPTS, NEW)
+    serving = ServingConfig(stage_layers=(1, 3))
+    with Engine(model, parallel=ParallelConfig(pp=2), serving=serving, executor="threads") as engine:
+        assert [completion.token_ids for completion in engine.generate(PROMPTS, GREEDY)] == expected
+
+
+@pytest.mark.parametrize("order", [("tp", "cp", "dp", "pp"), ("pp", "dp", "cp", "tp")])
+def test_the_order_of_the_axes_changes_nothing(order: tuple[str, ...], tmp_path: Path) -> None:
+    model = write_tiny_model(tmp_path / "model")
+    parallel = ParallelConfig(tp=2, pp=2, dp=2, order=order)  # type: ignore[arg-type]  # pydantic judges it
+    with Engine(model, parallel=parallel, executor="threads") as engine:
+        completions = engine.generate(PROMPTS, GREEDY)
+    assert [completion.token_ids for completion in completions] == greedy_reference(model, PROMPTS, NEW)
+    assert sorted(completion.dp_rank for completion in completions) == [0, 0, 1, 1]
+
+
+def test_little_memory_and_small_batches_change_nothing(tmp_path: Path) -> None:
+    model = write_tiny_model(tmp_path / "model")
+    serving = ServingConfig(page_size=3, kv_cache_tokens=48, max_batch_tokens=5, max_batch_requests=3)
+    with Engine(model, parallel=ParallelConfig(tp=2, pp=2), serving=serving, executor="threads") as engine:
+        completions = engine.generate(PROMPTS, GREEDY)
+    assert [completion.token_ids for completion in completions] == greedy_reference(model, PROMPTS, NEW)
+
+
+@pytest.mark.processes
+def test_ranks_as_processes(tmp_path: Path) -> None:
+    model = write_tiny_model(tmp_path / "model")
+    with Engine(model, parallel=ParallelConfig(tp=2, pp=2)) as engine:
+        first = engine.generate(PROMPTS[:2], GREEDY)
+        second = engine.generate(PROMPTS[2:], GREEDY)
+    assert [completion.token_ids for completion in first + second] == greedy_reference(model, PROMPTS, NEW)
