@@ -115,8 +115,8 @@ def check_reserved_imports(modules: Mapping[str, Module]) -> list[str]:
         for name, line in imported_names(module):
             found += [f"{module.name}:{line} imports {name}" for bad in _reserved(module.name, name) if bad]
         for node in ast.walk(module.tree):
-            if isinstance(node, ast.Attribute):
-                text = ast.unparse(node)
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                text = f"{node.value.id}.{node.attr}"
                 if text in ("os.environ", "os.getenv", "os.putenv") and not _inside(module.name, ENVIRON_ROOMS):
                     found.append(f"{module.name}:{node.lineno} reads {text}")
                 if text == "torch.distributed" and not _inside(module.name, C10D_ROOMS):
