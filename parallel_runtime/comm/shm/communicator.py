@@ -67,7 +67,7 @@ class ShmCommunicator(Communicator):
         shares_process = segment.pids.count(os.getpid()) > 1
         is_crowded = shares_process or len(os.sched_getaffinity(0)) < self.world_size
         waiter = Waiter(bells, liveness, spins=_SPINS_CROWDED if is_crowded else _SPINS, shares_process=shares_process)
-        steps = Steps(memory, geometry, rank_in_group, waiter, bells)
+        self._steps = steps = Steps(memory, geometry, rank_in_group, waiter, bells)
         mailbox = Mailbox(memory, geometry, rank_in_group, waiter, bells)
         self._parts: _Parts | None = _Parts(steps=steps, planner=Planner(steps), mailbox=mailbox, bells=bells, liveness=liveness)
 
@@ -123,62 +123,57 @@ class ShmCommunicator(Communicator):
 
     def all_reduce_(self, tensor: Tensor, op: ReduceOp, timeout_s: float) -> None:
         """Combine in place, in rank order; equal bits on every member."""
-        key = (tensor.data_ptr(), tensor.numel(), tensor.dtype, op)
-        plan = self._plans.get(key) or self._plan(key, lambda planner: planner.all_reduce(tensor, op))
-        self._run(plan, timeout_s)
+        key = (tensor.data_ptr(), tensor.numel(), tensor.dtype, id(op))  # hashing an enum member runs Python code
+        plan = self._plans.get(key) or self._plan(key, Planner.all_reduce, tensor, op)
+        try:
+            plan.run(self._steps, timeout_s)
+        except BaseException as exc:
+            self._break(exc)
+            raise
 
     def all_gather(self, output: Tensor, tensor: Tensor, timeout_s: float) -> None:
         """Copy every member's tensor."""
         key = ("all_gather", output.data_ptr(), *_where(tensor))
-        plan = self._plans.get(key) or self._plan(key, lambda planner: planner.all_gather(output, tensor))
-        self._run(plan, timeout_s)
+        self._run(self._plans.get(key) or self._plan(key, Planner.all_gather, output, tensor), timeout_s)
 
     def all_gatherv(self, outputs: Sequence[Tensor], tensor: Tensor, timeout_s: float) -> None:
         """Copy every member's tensor; sizes differ."""
         key = ("all_gatherv", *map(_where, outputs), *_where(tensor))
-        plan = self._plans.get(key) or self._plan(key, lambda planner: planner.all_gatherv(outputs, tensor))
-        self._run(plan, timeout_s)
+        self._run(self._plans.get(key) or self._plan(key, Planner.all_gatherv, outputs, tensor), timeout_s)
 
     def reduce_scatter(self, output: Tensor, tensor: Tensor, op: ReduceOp, timeout_s: float) -> None:
         """Combine this member's row, in rank order."""
         key = ("reduce_scatter", output.data_ptr(), *_where(tensor), op)
-        plan = self._plans.get(key) or self._plan(key, lambda planner: planner.reduce_scatter(output, tensor, op))
-        self._run(plan, timeout_s)
+        self._run(self._plans.get(key) or self._plan(key, Planner.reduce_scatter, output, tensor, op), timeout_s)
 
     def all_to_allv(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], timeout_s: float) -> None:
         """Exchange parts of any size."""
         key = ("all_to_allv", *map(_where, outputs), *map(_where, inputs))
-        plan = self._plans.get(key) or self._plan(key, lambda planner: planner.all_to_allv(outputs, inputs))
-        self._run(plan, timeout_s)
+        self._run(self._plans.get(key) or self._plan(key, Planner.all_to_allv, outputs, inputs), timeout_s)
 
     def broadcast_(self, tensor: Tensor, src: int, timeout_s: float) -> None:
         """Copy the tensor of ``src``, which does not wait for its readers unless it is several operations ahead."""
         key = ("broadcast", *_where(tensor), src)
-        plan = self._plans.get(key) or self._plan(key, lambda planner: planner.broadcast(tensor, src))
-        self._run(plan, timeout_s)
+        self._run(self._plans.get(key) or self._plan(key, Planner.broadcast, tensor, src), timeout_s)
 
     def reduce(self, output: Tensor | None, tensor: Tensor, dst: int, op: ReduceOp, timeout_s: float) -> None:
         """Combine on ``dst``, in rank order."""
         key = ("reduce", output is not None and output.data_ptr(), *_where(tensor), dst, op)
-        plan = self._plans.get(key) or self._plan(key, lambda planner: planner.reduce(output, tensor, dst, op))
-        self._run(plan, timeout_s)
+        self._run(self._plans.get(key) or self._plan(key, Planner.reduce, output, tensor, dst, op), timeout_s)
 
     def gather(self, outputs: Sequence[Tensor] | None, tensor: Tensor, dst: int, timeout_s: float) -> None:
         """Copy every member's tensor on ``dst``."""
         key = ("gather", *map(_where, outputs or ()), *_where(tensor), dst)
-        plan = self._plans.get(key) or self._plan(key, lambda planner: planner.gather(outputs, tensor, dst))
-        self._run(plan, timeout_s)
+        self._run(self._plans.get(key) or self._plan(key, Planner.gather, outputs, tensor, dst), timeout_s)
 
     def scatter(self, output: Tensor, inputs: Sequence[Tensor] | None, src: int, timeout_s: float) -> None:
         """Copy this member's part from ``src``."""
         key = ("scatter", *_where(output), *map(_where, inputs or ()), src)
-        plan = self._plans.get(key) or self._plan(key, lambda planner: planner.scatter(output, inputs, src))
-        self._run(plan, timeout_s)
+        self._run(self._plans.get(key) or self._plan(key, Planner.scatter, output, inputs, src), timeout_s)
 
     def barrier(self, timeout_s: float) -> None:
         """Wait until every member is here."""
-        plan = self._plans.get("barrier") or self._plan("barrier", Planner.barrier)
-        self._run(plan, timeout_s)
+        self._run(self._plans.get("barrier") or self._plan("barrier", Planner.barrier), timeout_s)
 
     def isend(self, tensor: Tensor, dst: int, tag: int) -> Work:
         """Start sending; done when all bytes are in the ring, so at once for what fits it."""
@@ -255,6 +250,7 @@ class ShmCommunicator(Communicator):
         if parts is None:
             return
         self._parts = None
+        del self._steps  # no plan is left that could ask for it
         self._plans.clear()
         parts.liveness.leave(gave_up=False)
         parts.bells.ring()
@@ -263,17 +259,17 @@ class ShmCommunicator(Communicator):
 
     def _run(self, plan: Plan, timeout_s: float) -> None:
         try:
-            plan.run(self._parts.steps, timeout_s)  # type: ignore[union-attr]  # no plan outlives the parts
+            plan.run(self._steps, timeout_s)
         except BaseException as exc:
             self._break(exc)
             raise
 
-    def _plan(self, key: Hashable, make: Callable[[Planner], Plan]) -> Plan:
+    def _plan(self, key: Hashable, make: Callable[..., Plan], *args: object) -> Plan:
         planner = self._open().planner
         if len(self._plans) >= _MAX_PLANS:
             self._plans.clear()
             planner.forget()
-        plan = self._plans[key] = make(planner)
+        plan = self._plans[key] = make(planner, *args)
         return plan
 
     def _open(self) -> _Parts:

@@ -105,7 +105,7 @@ def choose_geometries(world_size: int) -> tuple[Geometry, ...]:
 
 
 def _geometries(world_size: int) -> Iterator[Geometry]:
-    slot_bytes = _fit(_SLOTS_BUDGET // (world_size * NUM_SLOTS), 16 * _PAGE, 1 << 19)
+    slot_bytes = _fit(_SLOTS_BUDGET // (world_size * NUM_SLOTS), 16 * _PAGE, 1 << 20)
     ring_bytes = _fit(_RINGS_BUDGET // (world_size * (world_size - 1)), _PAGE, 1 << 20)
     while True:
         yield Geometry(world_size=world_size, slot_bytes=slot_bytes, ring_bytes=ring_bytes)

@@ -9,13 +9,13 @@ from torch import Tensor
 from parallel_runtime.comm.communicator import ReduceOp
 from parallel_runtime.comm.shm.memory import view_bytes
 from parallel_runtime.comm.shm.plans import AgreedTransfer, OneShot, Plan, Put, Reduction, SlotVectors, Take, Transfer, TwoShot
-from parallel_runtime.comm.shm.reductions import make_reducer
+from parallel_runtime.comm.shm.reductions import LOW_PRECISION, make_reducer
 from parallel_runtime.comm.shm.steps import Steps
 from parallel_runtime.comm.shm.symmetric import SymmetricAllGather, SymmetricAllReduce, SymmetricBuffer, SymmetricReduceScatter
 
 __all__ = ["Planner"]
 
-_ONE_SHOT_BYTES: Final = 256 << 10
+_ONE_SHOT_BYTES: Final = 1 << 20
 _ONE_SHOT_BYTES_MANY: Final = 32 << 10
 _PIECE_BYTES: Final = 256 << 10
 _SYMMETRIC_BYTES: Final = 16 << 10
@@ -39,8 +39,6 @@ class Planner:
         self._world_size = steps.world_size
         self._piece_bytes = min(_PIECE_BYTES, steps.slot_bytes)
         self._share_bytes = max(steps.slot_bytes // (self._world_size - 1) // _ALIGNMENT, 1) * _ALIGNMENT
-        one_shot = _ONE_SHOT_BYTES if self._world_size == 2 else _ONE_SHOT_BYTES_MANY
-        self._one_shot_bytes = min(one_shot, steps.slot_bytes)
         self._slots: dict[tuple[int, torch.dtype, ReduceOp], SlotVectors] = {}
         self.buffers: list[SymmetricBuffer] = []
 
@@ -58,16 +56,13 @@ class Planner:
             buffer, offset = found
             views = buffer.views(offset, tensor.nbytes)
             return SymmetricAllReduce(f"{text} on symmetric buffer {buffer.index}+{offset}", views, self._rank, reducer)
-        if tensor.nbytes <= self._one_shot_bytes:
-            key = (tensor.nbytes, tensor.dtype, op)
-            slots = self._slots.get(key)
-            if slots is None:
-                slots = self._slots[key] = SlotVectors(self._steps, tensor.nbytes, reducer)
-            return OneShot(text, local, slots)
-        if self._world_size == 2:
-            reduction = Reduction(local, local, (0,) * self._world_size, reducer)
-            return self._transfer(text, tensor.nbytes, peers=self._steps.peers, puts=[Put(local)], reduction=reduction)
-        return TwoShot(text, self._steps, local, reducer, self._steps.slot_bytes)
+        if tensor.nbytes > self._one_shot_bytes(tensor.dtype):
+            return TwoShot(text, self._steps, local, reducer)
+        key = (tensor.nbytes, tensor.dtype, op)
+        slots = self._slots.get(key)
+        if slots is None:
+            slots = self._slots[key] = SlotVectors(self._steps, tensor.nbytes, reducer)
+        return OneShot(text, local, slots, self._rank)
 
     def all_gather(self, output: Tensor, tensor: Tensor) -> Plan:
         """Plan an all-gather of equal shapes."""
@@ -164,6 +159,11 @@ class Planner:
     def forget(self) -> None:
         """Drop the views of slots that plans share."""
         self._slots.clear()
+
+    def _one_shot_bytes(self, dtype: torch.dtype) -> int:
+        """Up to where reducing everything oneself beats waiting for parts; less where arithmetic costs more than copying."""
+        limit = _ONE_SHOT_BYTES if self._world_size == 2 else _ONE_SHOT_BYTES_MANY
+        return min(limit // 8 if dtype in LOW_PRECISION else limit, self._steps.slot_bytes)
 
     def _find(self, tensor: Tensor) -> tuple[SymmetricBuffer, int] | None:
         if tensor.nbytes > _SYMMETRIC_BYTES:

@@ -50,20 +50,18 @@ class SlotVectors:
 class OneShot(Plan):
     """All-reduce of what fits a slot: everybody writes all of it, and reduces everything."""
 
-    def __init__(self, text: str, local: memoryview, slots: SlotVectors) -> None:
+    def __init__(self, text: str, local: memoryview, slots: SlotVectors, rank_in_group: int) -> None:
         super().__init__(text)
         self._local = local
         self._out = slots.reducer.vector(local)
         self._combine = slots.reducer.combine
         self._slots = slots.mine
         self._sources = slots.sources
+        if rank_in_group < 2:  # one of the first two operands may be the result as well, which is faster
+            self._sources = [[*sources[:rank_in_group], self._out, *sources[rank_in_group + 1 :]] for sources in slots.sources]
 
     def run(self, steps: Steps, timeout_s: float) -> None:
-        steps.begin(timeout_s)
-        slot = steps.free_slot()
-        self._slots[slot][:] = self._local
-        steps.announce(self.print)
-        steps.collect(steps.peers, steps.sequence, self.print, self.text)
+        slot = steps.exchange(self._local, self._slots, self.print, self.text, timeout_s)
         self._combine(self._sources[slot], self._out)
 
 
@@ -200,13 +198,13 @@ class TwoShot(Plan):
     Two steps per chunk; the next chunk is put before the reduced parts of this one are taken.
     """
 
-    def __init__(self, text: str, steps: Steps, local: memoryview, reducer: Reducer, chunk_bytes: int) -> None:
+    def __init__(self, text: str, steps: Steps, local: memoryview, reducer: Reducer) -> None:
         super().__init__(text)
         world_size = steps.world_size
         self._local = local
         self._reducer = reducer
-        self._part_bytes = max(chunk_bytes // world_size // _ALIGNMENT, 1) * _ALIGNMENT
-        self._num_chunks = -(-len(local) // (self._part_bytes * world_size))
+        self._num_chunks = -(-len(local) // (steps.slot_bytes // world_size // _ALIGNMENT * _ALIGNMENT * world_size))
+        self._part_bytes = -(-len(local) // (self._num_chunks * world_size * _ALIGNMENT)) * _ALIGNMENT
 
     def _part(self, steps: Steps, chunk: int, member: int) -> memoryview:
         start = (chunk * steps.world_size + member) * self._part_bytes

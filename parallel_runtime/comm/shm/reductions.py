@@ -17,7 +17,7 @@ from torch import Tensor
 from parallel_runtime.comm.communicator import ReduceOp
 from parallel_runtime.errors import DtypeError
 
-__all__ = ["ARITHMETIC_DTYPES", "Reducer", "Vector", "make_reducer"]
+__all__ = ["ARITHMETIC_DTYPES", "LOW_PRECISION", "Reducer", "Vector", "make_reducer"]
 
 Vector: TypeAlias = npt.NDArray[np.generic] | Tensor
 """Elements of one dtype, one after the other."""
@@ -39,7 +39,10 @@ _NUMPY_DTYPES: Final = MappingProxyType(
         torch.complex128: np.dtype(np.complex128),
     }
 )
-_LOW_PRECISION: Final = (torch.float16, torch.bfloat16)
+LOW_PRECISION: Final = (torch.float16, torch.bfloat16)
+"""What is accumulated in float32."""
+
+_BLOCK: Final = 16384  # float32 accumulator and operand of a block stay in the cache
 _UFUNCS: Final = MappingProxyType(
     {
         ReduceOp.SUM: np.add,
@@ -59,7 +62,7 @@ _TORCH_FUNCTIONS: Final[Mapping[ReduceOp, Callable[..., Tensor]]] = MappingProxy
     }
 )
 
-ARITHMETIC_DTYPES: Final = frozenset((*_NUMPY_DTYPES, *_LOW_PRECISION))
+ARITHMETIC_DTYPES: Final = frozenset((*_NUMPY_DTYPES, *LOW_PRECISION))
 """What can be reduced; every other dtype only travels."""
 
 
@@ -84,7 +87,7 @@ def make_reducer(op: ReduceOp, dtype: torch.dtype, world_size: int) -> Reducer:
         world_size: Number of members, at least 2.
 
     Returns:
-        The reducer; it may keep scratch memory of the size it last worked on.
+        The reducer; it may keep some scratch memory.
 
     Raises:
         DtypeError: ``op`` makes no sense on ``dtype``, or ``dtype`` only travels.
@@ -95,10 +98,12 @@ def make_reducer(op: ReduceOp, dtype: torch.dtype, world_size: int) -> Reducer:
         raise DtypeError(f"{op} of {dtype}: complex numbers have no order; use sum, avg or product")
     if dtype is torch.bool and op is ReduceOp.AVG:
         raise DtypeError("avg of torch.bool is not a bool; convert it, or use sum or max (or), min or product (and)")
-    if dtype in _LOW_PRECISION:
+    if dtype in LOW_PRECISION:
         if world_size == 2 and op is not ReduceOp.AVG:
             return _TorchPair(_TORCH_FUNCTIONS[op], dtype)
         return _TorchAccumulated(_TORCH_FUNCTIONS[op], dtype, world_size if op is ReduceOp.AVG else 1)
+    if world_size == 2 and op is not ReduceOp.AVG:
+        return _NumpyPair(_UFUNCS[op], _NUMPY_DTYPES[dtype])
     return _Numpy(_UFUNCS[op], _NUMPY_DTYPES[dtype], world_size if op is ReduceOp.AVG else 1)
 
 
@@ -130,6 +135,19 @@ class _Numpy(Reducer):
 
 
 @final
+class _NumpyPair(Reducer):
+    def __init__(self, ufunc: np.ufunc, dtype: np.dtype[Any]) -> None:
+        self._ufunc = ufunc
+        self._dtype = dtype
+
+    def vector(self, memory: memoryview) -> Vector:
+        return np.frombuffer(memory, self._dtype)
+
+    def combine(self, sources: Sequence[Vector], out: Vector) -> None:
+        self._ufunc(sources[0], sources[1], out)
+
+
+@final
 class _TorchPair(Reducer):
     def __init__(self, function: Callable[..., Tensor], dtype: torch.dtype) -> None:
         self._function = function
@@ -148,16 +166,19 @@ class _TorchAccumulated(Reducer):
         self._function = function
         self._dtype = dtype
         self._divisor = divisor
-        self._scratch = torch.empty(2, 0)
+        self._scratch = torch.empty(2, _BLOCK)
 
     def vector(self, memory: memoryview) -> Vector:
         return torch.frombuffer(memory, dtype=self._dtype)
 
     def combine(self, sources: Sequence[Vector], out: Vector) -> None:
         vectors, result = cast("Sequence[Tensor]", sources), cast("Tensor", out)
-        if self._scratch.shape[1] != len(result):
-            self._scratch = torch.empty(2, len(result))
-        total, term = self._scratch
+        for start in range(0, len(result), _BLOCK):
+            stop = start + _BLOCK
+            self._combine([vector[start:stop] for vector in vectors], result[start:stop])
+
+    def _combine(self, vectors: Sequence[Tensor], result: Tensor) -> None:
+        total, term = self._scratch if len(result) == _BLOCK else self._scratch[:, : len(result)]
         total.copy_(vectors[0])
         for vector in vectors[1:]:
             term.copy_(vector)

@@ -205,7 +205,11 @@ def _lead(room: _Room, sizes: Sequence[int]) -> Segment | Unavailable:
             if joined["reason"]:
                 reasons.append(f"member {member}: {joined['reason']}")
         reason = "; ".join(reasons)
-        verdict: dict[str, object] = {"reason": reason, "pids": [fact["pid"] for fact in members], "spaces": [fact["pids"] for fact in members]}
+        verdict: dict[str, object] = {
+            "reason": reason,
+            "pids": [fact["pid"] for fact in members],
+            "spaces": [fact["pids"] for fact in members],
+        }
         room.tell("verdict", verdict)
         memory[:_TOKEN_BYTES] = bytes(_TOKEN_BYTES)
         return Unavailable(reason=reason) if reason else _segment(memory, nbytes, verdict, mine, "proc")

@@ -17,6 +17,7 @@ import contextlib
 import mmap
 import threading
 import zlib
+from collections.abc import Sequence
 from typing import Final, final
 
 from parallel_runtime.comm.shm.geometry import NUM_SLOTS, Geometry
@@ -165,6 +166,46 @@ class Steps:
             piece = target[start : start + self.slot_bytes]
             piece[:] = slots[self.sequence % NUM_SLOTS][: len(piece)]
         return received
+
+    def exchange(self, source: memoryview, targets: Sequence[memoryview], print_: int, text: str, timeout_s: float) -> int:
+        """One whole step of all members: ``begin``, ``free_slot``, a copy, ``announce`` and ``collect`` in one call.
+
+        Args:
+            source: What this member says.
+            targets: Per slot, where it goes.
+            print_: Fingerprint of the operation.
+            text: The operation.
+            timeout_s: Seconds.
+
+        Returns:
+            The slot that everybody used.
+
+        Raises:
+            PeerError: A member is late, gone or in another operation.
+        """
+        self._timeout_s = timeout_s
+        self._waiter.deadline = None
+        step = self.sequence + 1
+        if self._settled < step - 2:
+            self._settle(step - 2)
+        slot = step % NUM_SLOTS
+        targets[slot][:] = source
+        if self._lock is not None:
+            full_fence(self._lock)
+        self.sequence = step
+        words, flags = self._words, self._flags
+        words[self._flag] = exact = step << _PRINT_BITS | print_
+        if self._marks[0] or (self._many and any(self._marks)):
+            self._bells.ring()
+        for peer in self.peers:
+            if words[flags[peer]] != exact:
+                self.collect(self.peers, step, print_, text)
+                break
+        else:
+            if self._lock is not None:
+                full_fence(self._lock)
+        self._settled = step
+        return slot
 
     def put_header(self, slot: int, value: int) -> None:
         """Send one number beside this member's ``slot``."""
