@@ -103,7 +103,7 @@ def create_file(sizes: Sequence[int]) -> tuple[int, int]:
 
 
 def _map(descriptor: int, nbytes: int) -> mmap.mmap:
-    return mmap.mmap(descriptor, nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+    return mmap.mmap(descriptor, nbytes, flags=mmap.MAP_SHARED)
 
 
 def _nameless_file() -> int:
