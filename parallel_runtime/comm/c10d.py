@@ -9,22 +9,12 @@ import socket
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Final, TypeAlias, final
+from typing import Any, Final, TypeAlias, final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import (
-    AllgatherOptions,
-    AllreduceOptions,
-    AllToAllOptions,
-    BarrierOptions,
-    BroadcastOptions,
-    GatherOptions,
-    ReduceOptions,
-    ReduceScatterOptions,
-    ScatterOptions,
-)
+from torch._C import _distributed_c10d as c10d
 
 from parallel_runtime.comm.communicator import Communicator, Operation, ReduceOp, Work
 from parallel_runtime.errors import ArgumentError, PeerError, PeerLostError, PeerTimeoutError
@@ -42,7 +32,7 @@ __all__ = [
     "wrap",
 ]
 
-Store: TypeAlias = dist.Store
+Store: TypeAlias = c10d.Store
 """Any store of torch: a small shared table of keys and bytes."""
 
 _TIMED_OUT: Final = re.compile(r"[Tt]im(ed|e) ?out|[Tt]imeout")
@@ -99,11 +89,11 @@ class C10dCommunicator(Communicator):
         self._broken = ""
         limit = timedelta(seconds=timeout_s)
         table = list(range(world_size)) if ranks is None else [int(rank) for rank in ranks]
-        prefix = dist.PrefixStore(key, store)
+        prefix = c10d.PrefixStore(key, store)
         prefix.set_timeout(limit)
         try:
             if backend == "gloo":
-                self._group: dist.Backend | None = _gloo(prefix, rank_in_group, world_size, limit, key, table, transport)
+                self._group: Any = _gloo(prefix, rank_in_group, world_size, limit, key, table, transport)
             elif backend == "nccl":
                 self._group = _nccl(prefix, rank_in_group, world_size, limit, key, table)
             else:
@@ -119,7 +109,7 @@ class C10dCommunicator(Communicator):
     def all_reduce_(self, tensor: Tensor, op: ReduceOp, timeout_s: float) -> None:
         """Reduced by the backend; avg is a sum that is divided, int16 travels as int32."""
         work = tensor.int() if tensor.dtype is torch.int16 else tensor
-        options = AllreduceOptions()
+        options = c10d.AllreduceOptions()
         options.reduceOp = _op(op)
         options.timeout = timedelta(seconds=timeout_s)
         self._finish(lambda group: group.allreduce([work], options), "its peers", timeout_s)
@@ -130,7 +120,7 @@ class C10dCommunicator(Communicator):
 
     def all_gather(self, output: Tensor, tensor: Tensor, timeout_s: float) -> None:
         """One all-gather of the backend."""
-        options = AllgatherOptions()
+        options = c10d.AllgatherOptions()
         options.timeout = timedelta(seconds=timeout_s)
         self._finish(lambda group: group.allgather([list(output)], [tensor], options), "its peers", timeout_s)
 
@@ -145,7 +135,7 @@ class C10dCommunicator(Communicator):
             self.all_reduce_(work, op, timeout_s)
             output.copy_(work[self.rank_in_group])
             return
-        options = ReduceScatterOptions()
+        options = c10d.ReduceScatterOptions()
         options.reduceOp = _op(op)
         options.timeout = timedelta(seconds=timeout_s)
         self._finish(lambda group: group._reduce_scatter_base(output, tensor, options), "its peers", timeout_s)
@@ -157,15 +147,15 @@ class C10dCommunicator(Communicator):
         sent = torch.cat([tensor.reshape(-1) for tensor in inputs])
         received = sent.new_empty(sum(tensor.numel() for tensor in outputs))
         sizes = [tensor.numel() for tensor in outputs], [tensor.numel() for tensor in inputs]
-        options = AllToAllOptions()
+        options = c10d.AllToAllOptions()
         options.timeout = timedelta(seconds=timeout_s)
         self._finish(lambda group: group.alltoall_base(received, sent, *sizes, options), "its peers", timeout_s)
-        for target, piece in zip(outputs, received.split(sizes[0]), strict=True):
+        for target, piece in zip(outputs, torch.split(received, sizes[0]), strict=True):
             target.copy_(piece.view(target.shape))
 
     def broadcast_(self, tensor: Tensor, src: int, timeout_s: float) -> None:
         """One broadcast of the backend."""
-        options = BroadcastOptions()
+        options = c10d.BroadcastOptions()
         options.rootRank = src
         options.timeout = timedelta(seconds=timeout_s)
         self._finish(lambda group: group.broadcast([tensor], options), f"member {src} or its peers", timeout_s)
@@ -173,7 +163,7 @@ class C10dCommunicator(Communicator):
     def reduce(self, output: Tensor | None, tensor: Tensor, dst: int, op: ReduceOp, timeout_s: float) -> None:
         """One reduce of the backend, over a copy since some backends scribble on their input."""
         work = tensor.int() if tensor.dtype is torch.int16 else tensor.clone()
-        options = ReduceOptions()
+        options = c10d.ReduceOptions()
         options.reduceOp = _op(op)
         options.rootRank = dst
         options.timeout = timedelta(seconds=timeout_s)
@@ -183,7 +173,7 @@ class C10dCommunicator(Communicator):
 
     def gather(self, outputs: Sequence[Tensor] | None, tensor: Tensor, dst: int, timeout_s: float) -> None:
         """One gather of the backend."""
-        options = GatherOptions()
+        options = c10d.GatherOptions()
         options.rootRank = dst
         options.timeout = timedelta(seconds=timeout_s)
         targets = [] if outputs is None else [list(outputs)]
@@ -191,7 +181,7 @@ class C10dCommunicator(Communicator):
 
     def scatter(self, output: Tensor, inputs: Sequence[Tensor] | None, src: int, timeout_s: float) -> None:
         """One scatter of the backend."""
-        options = ScatterOptions()
+        options = c10d.ScatterOptions()
         options.rootRank = src
         options.timeout = timedelta(seconds=timeout_s)
         sources = [] if inputs is None else [list(inputs)]
@@ -199,7 +189,7 @@ class C10dCommunicator(Communicator):
 
     def barrier(self, timeout_s: float) -> None:
         """One barrier of the backend."""
-        options = BarrierOptions()
+        options = c10d.BarrierOptions()
         options.timeout = timedelta(seconds=timeout_s)
         self._finish(lambda group: group.barrier(options), "its peers", timeout_s)
 
@@ -219,7 +209,7 @@ class C10dCommunicator(Communicator):
         """Drop the backend: its threads and descriptors go with the last reference, and waiting peers learn of it."""
         self._group = None
 
-    def _start(self, call: Callable[[dist.Backend], dist.Work], whom: str) -> dist.Work:
+    def _start(self, call: Callable[[Any], c10d.Work], whom: str) -> c10d.Work:
         if self._broken:
             raise PeerLostError(f"this group can no longer be used: {self._broken}")
         if self._group is None:
@@ -229,7 +219,7 @@ class C10dCommunicator(Communicator):
         except RuntimeError as exc:
             raise self._translated(exc, whom, 0.0) from exc
 
-    def _finish(self, call: Callable[[dist.Backend], dist.Work], whom: str, timeout_s: float) -> None:
+    def _finish(self, call: Callable[[Any], c10d.Work], whom: str, timeout_s: float) -> None:
         work = self._start(call, whom)
         try:
             work.wait()
@@ -254,9 +244,9 @@ class C10dCommunicator(Communicator):
 class _C10dWork(Work):
     """A send or receive of the backend. A second wait on gloo's own would block, so the outcome is kept."""
 
-    def __init__(self, communicator: C10dCommunicator, work: dist.Work, tensor: Tensor, whom: str) -> None:
+    def __init__(self, communicator: C10dCommunicator, work: c10d.Work, tensor: Tensor, whom: str) -> None:
         self._communicator = communicator
-        self._work: dist.Work | None = work
+        self._work: c10d.Work | None = work
         self._tensor: Tensor | None = tensor
         self._whom = whom
         self._error: PeerError | None = None
@@ -276,31 +266,29 @@ class _C10dWork(Work):
             raise self._error
 
 
-def _op(op: ReduceOp) -> dist.ReduceOp:
-    table = {ReduceOp.MAX: dist.ReduceOp.MAX, ReduceOp.MIN: dist.ReduceOp.MIN, ReduceOp.PRODUCT: dist.ReduceOp.PRODUCT}
-    return table.get(op, dist.ReduceOp.SUM)
+def _op(op: ReduceOp) -> Any:
+    table = {ReduceOp.MAX: c10d.ReduceOp.MAX, ReduceOp.MIN: c10d.ReduceOp.MIN, ReduceOp.PRODUCT: c10d.ReduceOp.PRODUCT}
+    return table.get(op, c10d.ReduceOp.SUM)
 
 
-def _gloo(
-    store: Store, rank: int, size: int, limit: timedelta, name: str, ranks: list[int], transport: object | None
-) -> dist.Backend:
-    options = dist.ProcessGroupGloo._Options()
+def _gloo(store: Store, rank: int, size: int, limit: timedelta, name: str, ranks: list[int], transport: object | None) -> object:
+    options: Any = c10d.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # missing in torch's stubs
     options._devices = [gloo_device() if transport is None else transport]
     options._threads = 1
     options._timeout = limit
     options.global_ranks_in_group = ranks
     options.group_name = name
-    return dist.ProcessGroupGloo(store, rank, size, options)
+    return c10d.ProcessGroupGloo(store, rank, size, options)
 
 
-def _nccl(store: Store, rank: int, size: int, limit: timedelta, name: str, ranks: list[int]) -> dist.Backend:
+def _nccl(store: Store, rank: int, size: int, limit: timedelta, name: str, ranks: list[int]) -> object:
     if not dist.is_nccl_available():
         raise ArgumentError(f"group {name}: this build of torch has no nccl; use backend='gloo'")
-    options = dist.ProcessGroupNCCL.Options()
+    options: Any = c10d.ProcessGroupNCCL.Options()
     options._timeout = limit
     options.global_ranks_in_group = ranks
     options.group_name = name
-    return dist.ProcessGroupNCCL(store, rank, size, options)
+    return c10d.ProcessGroupNCCL(store, rank, size, options)
 
 
 def gloo_device(hostname: str = "127.0.0.1") -> object:
@@ -316,7 +304,7 @@ def gloo_device(hostname: str = "127.0.0.1") -> object:
         ArgumentError: The address is not one of this host.
     """
     try:
-        return dist.ProcessGroupGloo.create_device(hostname=hostname)
+        return c10d.ProcessGroupGloo.create_device(hostname=hostname)
     except RuntimeError as exc:
         raise ArgumentError(f"gloo cannot listen on {hostname!r}: {str(exc).splitlines()[0]}") from exc
 
@@ -369,7 +357,7 @@ def listen_store(
     except OSError as exc:
         raise ArgumentError(f"cannot listen on {host}:{port}: {exc}") from exc
     bound = int(listener.getsockname()[1])
-    store = dist.TCPStore(
+    store = c10d.TCPStore(
         host,
         bound,
         world_size,
@@ -396,19 +384,19 @@ def connect_store(host: str, port: int, *, timeout_s: float = 60.0) -> Store:
         PeerTimeoutError: Nobody answered within ``timeout_s``.
     """
     try:
-        return dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
+        return c10d.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
     except RuntimeError as exc:
         raise PeerTimeoutError(f"no store answered at {host}:{port} within {timeout_s:g} s; is rank 0 running?") from exc
 
 
 def prefix_store(store: Store, prefix: str) -> Store:
     """A view of ``store`` in which every key is under ``prefix``."""
-    return dist.PrefixStore(prefix, store)
+    return c10d.PrefixStore(prefix, store)
 
 
 def hash_store() -> Store:
     """A store in memory, for ranks that are threads of one process."""
-    return dist.HashStore()
+    return c10d.HashStore()
 
 
 def file_store(path: str | Path, world_size: int) -> Store:
@@ -421,7 +409,7 @@ def file_store(path: str | Path, world_size: int) -> Store:
     Returns:
         The store.
     """
-    return dist.FileStore(str(path), world_size)
+    return c10d.FileStore(str(path), world_size)
 
 
 def wrap(store: object) -> Store:
@@ -436,6 +424,6 @@ def wrap(store: object) -> Store:
     Raises:
         ArgumentError: It is something else.
     """
-    if not isinstance(store, dist.Store):
+    if not isinstance(store, c10d.Store):
         raise ArgumentError(f"expected a torch.distributed store, got {type(store).__name__}")
     return store

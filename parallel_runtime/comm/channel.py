@@ -7,7 +7,7 @@ from typing import Final, Generic, TypeVar, final
 
 import msgspec
 
-from parallel_runtime.comm.codec import Body, Encoded, decode_typed, encode_typed
+from parallel_runtime.comm.codec import Body, decode_typed, encode_typed
 from parallel_runtime.comm.core import GroupCore
 from parallel_runtime.comm.mail import MAIL_LANE, Incoming, Outcome, failed, post
 from parallel_runtime.comm.outbox import Outbox, Sending
@@ -25,8 +25,8 @@ _ADDRESS: Final = re.compile(r" at 0x[0-9a-f]+|__mp_main__|__main__")
 class Channel(Generic[_T]):
     """One end of a line; the peer opens the other end with the same name and schema. From ``GroupCoordinator.channel``.
 
-    Messages arrive once and in order, and never meet those of another channel or tag. ``send`` does not wait for the receiver until
-    ``CAPACITY`` messages are unconfirmed.
+    Messages arrive once and in order, and never meet those of another channel or tag. ``send`` does not wait for the receiver
+    until 64 messages are unconfirmed.
 
     Args:
         core: The group.

@@ -1,7 +1,7 @@
-"""Objects to bytes and back: plain data, containers, tensors and numpy values through msgpack. No pickle unless the caller opts in.
+"""Objects to bytes and back: plain data, containers, tensors and numpy values through msgpack. Pickle only if asked for.
 
-What arrives has the container kinds that were sent (list, tuple, dict, set, frozenset), the order of dict keys, and tensors that are
-detached. One tensor object that occurs twice arrives as one object. Big tensors stay out of the bytes and travel on their own.
+What arrives has the container kinds that were sent (list, tuple, dict, set, frozenset), the order of dict keys, and tensors that
+are detached. One tensor object that occurs twice arrives as one. Big tensors stay out of the bytes and travel on their own.
 """
 
 import pickle as pickling
@@ -41,6 +41,18 @@ class _Code(IntEnum):
     SIZE = 12
 
 
+def dtype_named(name: str) -> torch.dtype:
+    """The dtype called ``name``, like ``"torch.float32"``.
+
+    Raises:
+        ValueError: There is none.
+    """
+    dtype = getattr(torch, name.removeprefix("torch."), None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"unknown dtype {name}")
+    return dtype
+
+
 @final
 class Encoded(NamedTuple):
     """An object on its way.
@@ -75,8 +87,8 @@ def encode(value: object, *, pickle: bool = False, keep_out: bool = True) -> Enc
     """Turn ``value`` into bytes, before anything is sent.
 
     Args:
-        value: None, bool, int, float, str, bytes, complex, list, tuple, dict, set, tensors, numpy arrays and scalars, torch dtypes and
-            sizes, nested in any way.
+        value: None, bool, int, float, str, bytes, complex, list, tuple, dict, set, tensors, numpy arrays and scalars, torch dtypes
+            and sizes, nested in any way.
         pickle: Pickle it instead; the receiver has to allow that.
         keep_out: Leave tensors of 64 KiB and more out of the bytes.
 
@@ -213,15 +225,15 @@ class _Writer:
         self._tensors: list[Tensor] = []
         self._numbers: dict[int, int] = {}
 
-    def walk(self, value: object) -> object:
+    def walk(self, value: Any) -> object:
         """``value`` in terms that msgpack keeps as they are."""
         kind = type(value)
         if kind in _SCALARS:
             return self._big_int(value) if self._careful and kind is int else value
         if kind is list:
-            return value if self._all_plain(value) else [self.walk(item) for item in value]  # type: ignore[attr-defined]
+            return value if self._all_plain(value) else [self.walk(item) for item in value]
         if kind is dict:
-            return self._dict(value)  # type: ignore[arg-type]
+            return self._dict(value)
         maker = _MAKERS.get(kind)
         if maker is not None:
             return maker(self, value)
@@ -254,8 +266,8 @@ class _Writer:
     def _all_plain(self, values: Sequence[object]) -> bool:
         return not self._careful and set(map(type, values)) <= _SCALARS
 
-    def _big_int(self, value: object) -> object:
-        if -(2**63) <= value < 2**64:  # type: ignore[operator]
+    def _big_int(self, value: int) -> object:
+        if -(2**63) <= value < 2**64:
             return value
         return self._ext(_Code.BIG_INT, format(value, "x"))
 
@@ -313,13 +325,13 @@ class _Reader:
 _BUILDERS: Final[Mapping[_Code, Callable[[Any], object]]] = MappingProxyType(
     {
         _Code.TUPLE: tuple,
-        _Code.DICT: lambda content: {key: value for key, value in content},
+        _Code.DICT: dict,
         _Code.SET: set,
         _Code.FROZENSET: frozenset,
         _Code.COMPLEX: lambda content: complex(*content),
         _Code.BIG_INT: lambda content: int(content, 16),
         _Code.SIZE: torch.Size,
-        _Code.DTYPE: lambda content: dtype_named(content),
+        _Code.DTYPE: dtype_named,
         _Code.NDARRAY: lambda content: np.frombuffer(content[2], dtype=content[0]).reshape(content[1]).copy(),
         _Code.NUMPY_SCALAR: lambda content: np.frombuffer(content[1], dtype=content[0])[0],
     }
@@ -330,18 +342,6 @@ def _packed(parts: tuple[bool, list[tuple[str, list[int], bool, object]], object
     body = bytearray()
     msgspec.msgpack.Encoder().encode_into(parts, body)
     return body
-
-
-def dtype_named(name: str) -> torch.dtype:
-    """The dtype called ``name``, like ``"torch.float32"``.
-
-    Raises:
-        ValueError: There is none.
-    """
-    dtype = getattr(torch, name.removeprefix("torch."), None)
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"unknown dtype {name}")
-    return dtype
 
 
 def _short(value: object) -> str:

@@ -149,7 +149,7 @@ class Collectives:
         dim = _real_dim(dim, payload, "reduce_scatterv")
         world_size = core.communicator.world_size
         _check_splits(sizes, world_size, "reduce_scatterv", "sizes", total=payload.shape[dim])
-        pieces = [plan.apply(piece.contiguous()) for piece in payload.split(list(sizes), dim)]
+        pieces = [plan.apply(piece.contiguous()) for piece in torch.split(payload, list(sizes), dim)]
         mine = pieces[core.communicator.rank_in_group]
         received = mine.new_empty((world_size, *mine.shape))
         shape = _resized(payload, dim, sizes[core.communicator.rank_in_group])
@@ -174,7 +174,7 @@ class Collectives:
                 f"members of {core.name}; use all_to_allv with splits"
             )
         part = payload.shape[split_dim] // world_size
-        pieces = [piece.contiguous() for piece in payload.split([part] * world_size, split_dim)]
+        pieces = [piece.contiguous() for piece in torch.split(payload, [part] * world_size, split_dim)]
         joined = _Joined(pieces[0], [pieces[0].shape[concat_dim]] * world_size, concat_dim, out, "all_to_all")
         args = ([movable(piece) for piece in joined.pieces], [movable(piece) for piece in pieces], limit_s)
         self._agreed("all_to_all", tensor, (split_dim, concat_dim), core.communicator.all_to_allv, *args)
@@ -206,7 +206,7 @@ class Collectives:
             sent = [0] * world_size if fault else list(splits)
             output_splits = [row[core.communicator.rank_in_group] for row in self._exchange("all_to_allv", sent, fault, limit_s)]
         _check_splits(output_splits, world_size, "all_to_allv", "output_splits")
-        pieces = [movable(piece.contiguous()) for piece in payload.split(list(splits), dim)]
+        pieces = [movable(piece.contiguous()) for piece in torch.split(payload, list(splits), dim)]
         joined = _Joined(payload, output_splits, dim, out, "all_to_allv")
         args = ([movable(piece) for piece in joined.pieces], pieces, limit_s)
         core.run_agreed("all_to_allv", tensor, _loose(payload, dim, ()), core.communicator.all_to_allv, *args)
@@ -314,7 +314,8 @@ class Collectives:
         world_size = self._core.communicator.world_size
         if payload.shape[dim] % world_size:
             raise ArgumentError(
-                f"scatter: dim {dim} has {payload.shape[dim]} elements, not a multiple of the {world_size} members of {self._core.name}"
+                f"scatter: dim {dim} has {payload.shape[dim]} elements, not a multiple of the {world_size} members of "
+                f"{self._core.name}"
             )
         return _split_rows(payload, dim, world_size)
 
@@ -354,7 +355,7 @@ class _Joined:
     def __init__(self, like: Tensor, sizes: Sequence[int], dim: int, out: Tensor | None, operation: str) -> None:
         self._out = out
         self._buffer = _buffer(out, _resized(like, dim, sum(sizes)), like, operation)
-        self._parts = self._buffer.split(list(sizes), dim)
+        self._parts = torch.split(self._buffer, list(sizes), dim)
         self.pieces = [part if part.is_contiguous() else torch.empty_like(part).contiguous() for part in self._parts]
 
     def result(self) -> Tensor:
@@ -367,7 +368,8 @@ class _Joined:
 
 def _split_rows(tensor: Tensor, dim: int, parts: int) -> Tensor:
     """Equal parts along ``dim`` as ``(parts, ...)``, contiguous."""
-    return tensor.unflatten(dim, (parts, tensor.shape[dim] // parts)).movedim(dim, 0).contiguous()
+    shape = (*tensor.shape[:dim], parts, tensor.shape[dim] // parts, *tensor.shape[dim + 1 :])
+    return tensor.view(shape).movedim(dim, 0).contiguous()
 
 
 def _nothing(*_: object) -> None:

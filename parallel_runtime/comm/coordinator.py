@@ -546,7 +546,7 @@ class GroupCoordinator:
         """Deal out equal shards of the tensor on ``src`` along ``dim``.
 
         Args:
-            tensor: On ``src`` a tensor whose size along ``dim`` is a multiple of ``world_size``; ignored elsewhere, may be ``None``.
+            tensor: On ``src`` a tensor whose size along ``dim`` is a multiple of ``world_size``; may be ``None`` elsewhere.
             src: Group-local.
             dim: May be negative.
             out: Where to write.
@@ -556,7 +556,7 @@ class GroupCoordinator:
             ``out``, or a new tensor: the shard of ``rank_in_group``.
 
         Raises:
-            ArgumentError: ``src`` is not a member, its tensor cannot be dealt out (raised on all members), or ``out`` does not fit.
+            ArgumentError: ``src`` is not a member, its tensor cannot be dealt out (on all members), or ``out`` does not fit.
             DimError: There is no such dim (on ``src``; an ``ArgumentError`` elsewhere).
             DtypeError: ``out`` is of another dtype.
 
@@ -604,7 +604,8 @@ class GroupCoordinator:
             tensor: Any shape and dtype.
             dst: Group-local; by default the next member.
             tag: Matches the ``recv`` with the same tag.
-            copy: Copy first, so that ``tensor`` may be changed at once. ``False`` saves the copy; leave it alone until ``wait`` returns.
+            copy: Copy first, so that ``tensor`` may be changed at once. ``False`` saves the copy; leave it alone until ``wait``
+                returns.
 
         Returns:
             A handle; waiting for it twice is fine.
@@ -676,7 +677,7 @@ class GroupCoordinator:
             SerializationError: It cannot be encoded (on ``src``), or not decoded (here only).
             PeerEncodingError: ``src`` could not encode it. The group is as usable as before.
 
-        Collective: one broadcast of 1 KiB on the control plane, one more for a bigger body and for every tensor of 64 KiB and more.
+        Collective: one broadcast of 1 KiB on the control plane, one more for a bigger body and for every tensor from 64 KiB.
         """
         return self._messages.broadcast_object(value, src, pickle, timeout_s)
 
@@ -748,7 +749,7 @@ class GroupCoordinator:
             timeout_s: Deadline in seconds; the control deadline by default.
 
         Returns:
-            ``tensors`` itself on ``src``, a new dict elsewhere: same keys in the same order, same container kinds, tensors detached.
+            ``tensors`` itself on ``src``, a new dict elsewhere: same keys in the same order, same containers, detached.
 
         Raises:
             ArgumentError: ``src`` is not a member, or its value is no dict (a ``PeerEncodingError`` on the others).
@@ -776,10 +777,10 @@ class GroupCoordinator:
             tensors: Nested in any way.
             dst: Group-local; by default the next member.
             tag: Matches the ``recv_tensor_dict`` with the same tag.
-            slice_over: A group whose members all send an equal copy of the tensors in ``slice_keys``, each to a receiver in a group
-                like it: every member sends only its share. Tensors that do not divide are sent whole.
+            slice_over: A group whose members all send an equal copy of the tensors in ``slice_keys``, each to a receiver in a
+                group like it: every member sends only its share. Tensors that do not divide are sent whole.
             slice_keys: Top-level keys of tensors that are equal on all members of ``slice_over``.
-            check_slices: Compare them first, at the price of a small all-gather over ``slice_over``; by default where the group is checked.
+            check_slices: Compare them first, with a small all-gather over ``slice_over``; by default where the group is checked.
             timeout_s: Deadline in seconds.
 
         Raises:
@@ -834,7 +835,7 @@ class GroupCoordinator:
         Args:
             src: Group-local; by default the previous member.
             tag: Matches the ``send_tensor_dict`` with the same tag.
-            slice_over: The receivers' group; needed where the sender sliced: it joins the slices, so all its members have to receive.
+            slice_over: The receivers' group, needed where the sender sliced: it joins the slices, so all its members receive.
             timeout_s: Deadline in seconds.
 
         Returns:
@@ -854,7 +855,7 @@ class GroupCoordinator:
 
         Args:
             name: Equal at both ends, unique between the two while open.
-            schema: Type of its messages, equal at both ends: anything msgspec understands, such as a ``msgspec.Struct`` with tensors.
+            schema: Type of its messages, equal at both ends: anything msgspec knows, like a ``msgspec.Struct`` with tensors.
             peer: Group-local; may be left out in a group of two.
 
         Returns:

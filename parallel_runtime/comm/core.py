@@ -10,7 +10,7 @@ from torch import Tensor
 
 from parallel_runtime.comm.communicator import Communicator
 from parallel_runtime.comm.groups import GroupSpec
-from parallel_runtime.comm.recorder import describe
+from parallel_runtime.comm.recorder import Entry, describe
 from parallel_runtime.errors import ArgumentError, CollectiveMismatchError, ContextStateError, GroupBusyError, PeerError
 
 __all__ = ["GroupCore"]
@@ -67,6 +67,7 @@ class GroupCore:
             raise GroupBusyError(self._who_is_inside(operation))
         sequence = traffic.sequence = traffic.sequence + 1
         start = perf_counter()
+        entry: Entry
         if tensor is None:
             entry = (self.name, sequence, operation, None, (), start)
         else:
@@ -101,7 +102,8 @@ class GroupCore:
         """
         if not self.spec.checked or self.control.world_size == 1:
             return self.run(operation, tensor, call, *args)
-        return self.run(operation, tensor, self._checked, f"{operation}{agreed}", call, args)
+        result: _T = self.run(operation, tensor, self._checked, f"{operation}{agreed}", call, args)
+        return result
 
     def _checked(self, fingerprint: str, call: Callable[..., _T], args: tuple[object, ...]) -> _T:
         mine = torch.zeros(_FINGERPRINT_BYTES, dtype=torch.uint8)

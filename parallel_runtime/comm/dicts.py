@@ -67,7 +67,8 @@ class TensorDicts:
             raise CollectiveMismatchError(
                 f"{core.name} recv_tensor_dict: member {stream[0]} sent an object with tag {tag}; receive it with recv_object"
             )
-        tensors, sliced = message
+        tensors: dict[Any, Any] = message[0]
+        sliced = message[1]
         for key, shape in sliced.items():
             tensors[key] = self._joined(key, tensors[key], shape, over, timeout_s)
         return tensors
@@ -136,5 +137,6 @@ def _check_equal(operation: str, key: object, tensor: Tensor, over: Collectives)
     rows = over.all_gather(torch.tensor([int.from_bytes(digest, "little", signed=True)], device=over.device), 0, None, None)
     if len(set(rows.tolist())) > 1:
         raise CollectiveMismatchError(
-            f"{operation}: {key!r} is not equal on the members of {over.name}, so it cannot be sent in slices; take it out of slice_keys"
+            f"{operation}: {key!r} is not equal on the members of {over.name}, so it cannot be sent in slices; "
+            "take it out of slice_keys"
         )

@@ -13,7 +13,7 @@ from parallel_runtime.comm.mail import MAIL_LANE, Outcome, attempt, failed, plan
 from parallel_runtime.comm.outbox import Outbox
 from parallel_runtime.comm.p2p import check_peer, check_tag
 from parallel_runtime.comm.tensors import movable
-from parallel_runtime.errors import ArgumentError, PeerEncodingError
+from parallel_runtime.errors import ArgumentError, PeerEncodingError, SerializationError
 
 __all__ = ["Messages"]
 
@@ -46,12 +46,14 @@ class Messages:
         limit_s = core.deadline(timeout_s, core.spec.timeouts.control_s)
         mine = attempt(value, pickle=pickle, keep_out=False)
         bodies = core.run_agreed("all_gather_object", None, (), self._gather_all, mine, limit_s)
+        me = core.control.rank_in_group
+        if isinstance(mine.error, SerializationError):
+            raise SerializationError(f"{core.name} all_gather_object: member {me}, this one: {mine.error}") from mine.error
         if mine.error is not None:
             raise mine.error
         failures = [f"member {member}: {body}" for member, body in enumerate(bodies) if isinstance(body, str)]
         if failures:
             raise PeerEncodingError(f"{core.name} all_gather_object: could not encode its object: {'; '.join(failures)}")
-        me = core.control.rank_in_group
         names = [f"{core.name}: member {member}" for member in range(len(bodies))]
         return [value if m == me else unpack(body, names[m], pickle=pickle) for m, body in enumerate(bodies)]
 

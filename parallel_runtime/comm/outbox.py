@@ -1,4 +1,4 @@
-"""Sends that are under way. They are kept here until the receiver has confirmed them, whatever becomes of the caller's handles."""
+"""Sends that are under way, kept until the receiver has confirmed them, whatever becomes of the caller's handles."""
 
 import logging
 from collections import deque

@@ -1,7 +1,7 @@
 """Tensors from one member to another.
 
-A send is a header (sequence, dtype, shape), the payload, and a confirmation on the way back. The receiver compares before it takes the
-payload, and takes it in any case: a mismatch is an error on both sides and the stream stays in step.
+A send is a header (sequence, dtype, shape), the payload, and a confirmation on the way back. The receiver compares before it
+takes the payload, and takes it in any case: a mismatch is an error on both sides and the stream stays in step.
 """
 
 from collections import deque

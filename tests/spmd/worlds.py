@@ -77,12 +77,12 @@ class World:
         order = tuple(range(world_size)) if ranks is None else tuple(ranks)
         return self.many(
             max(order) + 1,
-            lambda _: [order],
-            lambda rank, groups: body(groups[0]) if groups else None,
+            lambda rank: [order],
+            lambda rank, groups: body(groups[0]),
             timeouts=timeouts,
             checked=checked,
             pick=order,
-        )  # type: ignore[return-value]
+        )
 
     def many(
         self,
