@@ -15,6 +15,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, final
 
+from parallel_runtime.config.plan_text import format_bytes
+
 __all__ = ["SHM_BYTES", "Budget", "Budgets", "CommunicatorKind", "PlannedCommunicator", "gloo_device_cost"]
 
 CommunicatorKind: TypeAlias = Literal["c10d", "shm", "local", "fake"]
@@ -42,6 +44,12 @@ class Budget:
     threads: int = 0
     descriptors: int = 0
     bytes: int = 0
+
+    def __str__(self) -> str:
+        return (
+            f"{self.communicators:,} communicators, {self.sockets:,} sockets, {self.threads:,} threads, "
+            f"{self.descriptors:,} descriptors, {format_bytes(self.bytes)}"
+        )
 
     def __add__(self, other: "Budget") -> "Budget":
         return Budget(

@@ -27,7 +27,7 @@ from parallel_runtime.config.plan_groups import (
 from parallel_runtime.config.plan_picture import draw_world
 from parallel_runtime.config.plan_scene import picture_hosts, picture_legend, picture_notes
 from parallel_runtime.config.plan_tables import SHOWN_GROUPS, GroupRow, budget_table, group_table, headline, host_table
-from parallel_runtime.config.plan_text import Table, format_bytes, render_tables
+from parallel_runtime.config.plan_text import Table, render_tables
 from parallel_runtime.errors import ArgumentError, ConfigError
 from parallel_runtime.terms import GROUP_NAMES, GroupName, Rank
 from parallel_runtime.topology.hosts import HostMap, Hosts, place_ranks
@@ -361,14 +361,11 @@ class Plan:
         facts = {**sizes, "order": " ".join(layout.order), "hosts": str(self.hosts.num_hosts), "backend": self.backend}
         for family in self.families:
             crossing = self.count_crossing(family.name)
-            facts |= {f"{name} groups": f"{family.num_groups} of {family.group_size}" for name in family.names}
-            facts[f"{family.name} crosses hosts"] = f"{crossing} of {family.num_groups}"
-            facts[f"{family.name} is also"] = ", ".join(family.aliases) or "-"
+            said = f"{family.num_groups:,} x {family.group_size:,}" + (f", {crossing:,} cross hosts" if crossing else "")
+            alias = f", same as {family.name}" if family.group_size > 1 else ""
+            facts |= {f"{name} groups": said + (alias if name != family.name else "") for name in family.names}
         budgets = self.budgets()
-        for who, budget in (("one rank", budgets.largest_rank), ("the world", budgets.world)):
-            costs = {**asdict(budget), "bytes": format_bytes(budget.bytes)}
-            facts |= {f"{cost} of {who}": str(count) for cost, count in costs.items()}
-        return facts
+        return {**facts, "one rank pays at most": str(budgets.largest_rank), "the world pays": str(budgets.world)}
 
     def _moves(self, other: "Plan") -> tuple[Difference, ...]:
         if max(self.world_size, other.world_size) > _MOST_LISTED:

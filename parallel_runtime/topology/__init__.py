@@ -1,5 +1,6 @@
 """Layouts, shards and hosts: integers only, no torch."""
 
+from parallel_runtime.topology.hosts import HostMap, Hosts, place_ranks
 from parallel_runtime.topology.layout import Coordinate, Layout
 from parallel_runtime.topology.mesh import Mesh
 from parallel_runtime.topology.shards import (
@@ -16,9 +17,12 @@ from parallel_runtime.topology.shards import (
 __all__ = [
     "Coordinate",
     "HeadShard",
+    "HostMap",
+    "Hosts",
     "Layout",
     "Mesh",
     "Uneven",
+    "place_ranks",
     "split_even",
     "split_experts",
     "split_heads",

@@ -51,13 +51,12 @@ def group_shape(layout: Layout, name: GroupName) -> GroupShape:
             return GroupShape(_merge([dense[name]]))
         case "ep" | "etp" | "edp":
             return GroupShape(_merge([expert[name]]))
-        case "dcp" if layout.cp == 1 or layout.dcp == 1:
-            return GroupShape(_merge([(dense["tp"][0], layout.dcp)]))
-        case "dcp" if layout.dcp == layout.cp:
-            return GroupShape(_merge([dense["cp"]]))
+        case _ if layout.dcp == 1:
+            return GroupShape(())
         case _:
-            is_reordered = layout.order.index("tp") < layout.order.index("cp") and layout.tp > 1
-            return GroupShape(_merge([dense["tp"], dense["cp"]]), is_reordered=is_reordered)
+            width = layout.dcp // layout.cp
+            is_reordered = width > 1 and layout.cp > 1 and layout.order.index("tp") < layout.order.index("cp")
+            return GroupShape(_merge([(dense["tp"][0], width), dense["cp"]]), is_reordered=is_reordered)
 
 
 def group_ends(layout: Layout, rank: int, shape: GroupShape) -> tuple[Rank, Rank]:
