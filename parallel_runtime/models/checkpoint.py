@@ -40,12 +40,10 @@ class Checkpoint(ABC):
             CheckpointError: There is none of that name, or it has another shape.
         """
         if name not in self.names:
-            raise CheckpointError(f"{self.path}: no tensor {name!r} among its {len(self.names)}; its config asks for one")
+            raise CheckpointError(f"{self.path}: no tensor {name!r} among the {len(self.names)} it has")
         source = self._open(name)
         if shape is not None and tuple(source.shape) != tuple(shape):
-            raise CheckpointError(
-                f"{self.path}: tensor {name!r} has shape {tuple(source.shape)}; its config asks for {tuple(shape)}"
-            )
+            raise CheckpointError(f"{self.path}: tensor {name!r} has shape {tuple(source.shape)}; expected {tuple(shape)}")
         return source
 
     @abstractmethod

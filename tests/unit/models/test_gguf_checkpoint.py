@@ -73,11 +73,11 @@ def test_parts_of_permuted_rows_equal_the_parts_of_the_whole(kind: str, tmp_path
 
 def test_a_missing_tensor_and_a_wrong_shape_are_named(tmp_path: Path) -> None:
     checkpoint = GgufCheckpoint(write_metadata(tmp_path / "m.gguf", {}))
-    with pytest.raises(CheckpointError, match=r"m\.gguf: no tensor 'model\.norm\.weight' among its 1"):
+    with pytest.raises(CheckpointError, match=r"m\.gguf: no tensor 'model\.norm\.weight' among the 1 it has"):
         checkpoint.tensor("model.norm.weight")
     with pytest.raises(
         CheckpointError,
-        match=r"m\.gguf: tensor 'model\.embed_tokens\.weight' has shape \(10, 32\); its config asks for \(9, 32\)",
+        match=r"m\.gguf: tensor 'model\.embed_tokens\.weight' has shape \(10, 32\); expected \(9, 32\)",
     ):
         checkpoint.tensor("model.embed_tokens.weight", (9, 32))
 
