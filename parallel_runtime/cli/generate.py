@@ -5,7 +5,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import Protocol, Self, TextIO, final
+from typing import Any, Protocol, Self, TextIO, final
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -15,15 +15,22 @@ from rich.text import Text
 from parallel_runtime.config.parallel_config import ParallelConfig
 from parallel_runtime.serving import Engine, Prompt, SamplingParams, ServingConfig, StreamEvent
 
-__all__ = ["add_arguments", "run"]
+__all__ = ["add_generate", "run_generate"]
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what ``generate`` takes.
+def add_generate(commands: "argparse._SubParsersAction[Any]") -> None:
+    """Add the subcommand ``generate``.
 
     Args:
-        parser: Of the subcommand.
+        commands: Where to add it.
     """
+    parser = commands.add_parser(
+        "generate",
+        help="continue prompts with a model on several ranks of this machine",
+        description="Continue prompts with a model on tp*pp*dp ranks, each a process of this machine; show the text as it comes.",
+        allow_abbrev=False,
+    )
+    parser.set_defaults(run=run_generate)
     parser.add_argument("prompts", nargs="+", metavar="PROMPT", help="text to continue; each is a request of its own")
     parser.add_argument("--model", default="smollm2", help="smollm2 (default), a .gguf file or a directory with config.json")
     for axis, what in (("tp", "tensor"), ("pp", "pipeline"), ("dp", "data")):
@@ -38,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--verbose", action="store_true", help="show every rank: who it is, its shard, its communicators")
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run_generate(arguments: argparse.Namespace) -> int:
     """Run ``generate``. Text goes to stdout, everything about the run to stderr.
 
     Args:
@@ -124,7 +131,6 @@ class _PlainDisplay:
         self._out = out
 
     def __enter__(self) -> Self:
-        self._flush()
         return self
 
     def __exit__(self, *exc: object) -> None:

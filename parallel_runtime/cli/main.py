@@ -11,15 +11,16 @@ from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from typing import Any, NoReturn, TypeAlias, final
 
+from parallel_runtime.cli.generate import add_generate
 from parallel_runtime.cli.plan import add_plan
-from parallel_runtime.errors import ConfigError, ParallelRuntimeError
+from parallel_runtime.errors import CheckpointError, ConfigError, ParallelRuntimeError, RequestError
 
 __all__ = ["AddCommand", "build_parser", "main"]
 
 AddCommand: TypeAlias = Callable[["argparse._SubParsersAction[Any]"], None]
 """Adds one subcommand. Its parser must set ``run``, a function from the parsed arguments to an exit code."""
 
-_COMMANDS: tuple[AddCommand, ...] = (add_plan,)
+_COMMANDS: tuple[AddCommand, ...] = (add_plan, add_generate)
 
 
 @final
@@ -62,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return _fail("interrupted", 130)
-    except ConfigError as error:
+    except (ConfigError, CheckpointError, RequestError) as error:
         return _fail(str(error), 2)
     except OSError as error:
         return _fail(f"{error.filename}: {error.strerror}" if error.filename else str(error), 1)

@@ -29,7 +29,7 @@ __all__ = [
     "encode",
 ]
 
-MAX_SEED = 2**63 - 1
+_MAX_SEED = 2**63 - 1
 
 
 class FinishReason(StrEnum):
@@ -199,7 +199,7 @@ FrontMessage: TypeAlias = Submit | Abort | Shutdown
 LeaderMessage: TypeAlias = Ready | StepOutput | Rejected
 """What the front process receives."""
 
-MessageT = TypeVar("MessageT")
+_MessageT = TypeVar("_MessageT")
 
 
 def encode(message: msgspec.Struct) -> bytes:
@@ -214,7 +214,7 @@ def encode(message: msgspec.Struct) -> bytes:
     return msgspec.msgpack.encode(message)
 
 
-def decode(payload: bytes | memoryview, kind: type[MessageT]) -> MessageT:
+def decode(payload: bytes | memoryview, kind: type[_MessageT]) -> _MessageT:
     """Decode and validate a message.
 
     Args:
@@ -234,7 +234,7 @@ def decode(payload: bytes | memoryview, kind: type[MessageT]) -> MessageT:
 
 
 def _check_integer(what: str, value: object, *, low: int) -> None:
-    if type(value) is not int or not low <= value <= MAX_SEED:
+    if type(value) is not int or not low <= value <= _MAX_SEED:
         raise RequestError(f"{what} must be an integer of at least {low}, got {value!r}")
 
 

@@ -1,9 +1,9 @@
 """The loop of one rank: the leader of a replica reads requests, everyone runs the same policy on the same steps.
 
 All that decides anything reaches the ranks in ``Step`` messages from the leader: requests, aborts, tokens of the last batch. A
-rank has no clock and no source of requests of its own, so batches are equal everywhere by construction. Results leave from the leader
-only. While there is nothing to do the leader sleeps on its link and the others sleep in the receive of the next step; an empty
-step well within the control deadline tells them that the leader lives.
+rank has no clock and no source of requests of its own, so batches are equal everywhere by construction. Results leave from the
+leader only. While there is nothing to do the leader sleeps on its link and the others sleep in the receive of the next step; an
+empty step well within the control deadline tells them that the leader lives.
 """
 
 from collections.abc import Callable

@@ -14,7 +14,8 @@ from tests.spmd.tiny_models import PROMPTS, write_tiny_model
 
 pytestmark = pytest.mark.timeout(60)
 
-SIZES: tuple[dict[str, int], ...] = ({"tp": 1}, {"tp": 2}, {"pp": 2}, {"dp": 2})
+ONE = ParallelConfig()
+OTHERS = (ParallelConfig(tp=2), ParallelConfig(pp=2), ParallelConfig(dp=2))
 
 
 @pytest.fixture
@@ -22,7 +23,7 @@ def model(tmp_path: Path) -> Path:
     return write_tiny_model(tmp_path / "model")
 
 
-def prompt_logits(model: Path, sizes: dict[str, int]) -> Tensor:
+def prompt_logits(model: Path, parallel: ParallelConfig) -> Tensor:
     """Logits of every token of every prompt, from one batch on the last stage's first rank."""
 
     def run(ctx: ParallelContext) -> Tensor | None:
@@ -34,30 +35,30 @@ def prompt_logits(model: Path, sizes: dict[str, int]) -> Tensor:
         with torch.inference_mode():
             return worker.runner.model.logits(hidden) if ctx.pp.is_last_rank else None
 
-    results = [logits for logits in run_threads(run, ParallelConfig(**sizes)) if logits is not None]
+    results = [logits for logits in run_threads(run, parallel) if logits is not None]
     assert all(torch.equal(logits, results[0]) for logits in results)
     return results[0]
 
 
-def tokens(model: Path, sizes: dict[str, int], prompts: tuple[tuple[int, ...], ...]) -> list[tuple[int, ...]]:
-    with Engine(model, parallel=ParallelConfig(**sizes), executor="threads") as engine:
+def tokens(model: Path, parallel: ParallelConfig, prompts: tuple[tuple[int, ...], ...]) -> list[tuple[int, ...]]:
+    with Engine(model, parallel=parallel, executor="threads") as engine:
         return [completion.token_ids for completion in engine.generate(prompts, SamplingParams(max_new_tokens=32))]
 
 
 def test_b020_tokens_and_logits_are_those_of_one_rank(model: Path) -> None:
-    reference, logits = tokens(model, {"tp": 1}, PROMPTS), prompt_logits(model, {"tp": 1})
-    for sizes in SIZES[1:]:
-        assert tokens(model, sizes, PROMPTS) == reference, sizes
-        assert (prompt_logits(model, sizes) - logits).abs().max() <= 1e-4, sizes
+    reference, logits = tokens(model, ONE, PROMPTS), prompt_logits(model, ONE)
+    for parallel in OTHERS:
+        assert tokens(model, parallel, PROMPTS) == reference, parallel
+        assert (prompt_logits(model, parallel) - logits).abs().max() <= 1e-4, parallel
 
 
 def test_b020_the_same_config_twice_is_bit_identical(model: Path) -> None:
-    for sizes in SIZES:
-        assert torch.equal(prompt_logits(model, sizes), prompt_logits(model, sizes)), sizes
+    for parallel in (ONE, *OTHERS):
+        assert torch.equal(prompt_logits(model, parallel), prompt_logits(model, parallel)), parallel
 
 
 def test_b020_a_request_alone_or_among_others(model: Path) -> None:
-    together = tokens(model, {"tp": 2}, PROMPTS)
+    together = tokens(model, ParallelConfig(tp=2), PROMPTS)
     with Engine(model, parallel=ParallelConfig(tp=2), executor="threads") as engine:
         alone = [engine.generate([prompt], SamplingParams(max_new_tokens=32))[0].token_ids for prompt in PROMPTS]
     assert alone == together

@@ -41,30 +41,30 @@ def test_b029_tp_ranks_draw_the_same(model: Path, disturbed: bool) -> None:
     assert first == second
 
 
-def draw(model: Path, sizes: dict[str, int], prompts: Sequence[Sequence[int]], seed: int | None) -> list[tuple[int, ...]]:
+def draw(model: Path, parallel: ParallelConfig, prompts: Sequence[Sequence[int]], seed: int | None) -> list[tuple[int, ...]]:
     sampling = SamplingParams(max_new_tokens=30, temperature=1.0, seed=seed)
     serving = ServingConfig(seed=7)
-    with Engine(model, parallel=ParallelConfig(**sizes), serving=serving, executor="threads") as engine:
+    with Engine(model, parallel=parallel, serving=serving, executor="threads") as engine:
         return [completion.token_ids for completion in engine.generate(prompts, sampling)]
 
 
 def test_b029_dp_ranks_draw_differently_unless_a_seed_is_given(model: Path) -> None:
     twice = [PROMPTS[0], PROMPTS[0]]
-    first, second = draw(model, {"dp": 2}, twice, None)
+    first, second = draw(model, ParallelConfig(dp=2), twice, None)
     assert first != second
-    assert draw(model, {"dp": 2}, twice, None) == [first, second]
-    (alone,) = draw(model, {"tp": 1}, twice[:1], 11)
-    assert draw(model, {"dp": 2}, twice, 11) == [alone, alone]
-    assert draw(model, {"tp": 2}, twice[:1], 11) == [alone]
+    assert draw(model, ParallelConfig(dp=2), twice, None) == [first, second]
+    (alone,) = draw(model, ParallelConfig(tp=1), twice[:1], 11)
+    assert draw(model, ParallelConfig(dp=2), twice, 11) == [alone, alone]
+    assert draw(model, ParallelConfig(tp=2), twice[:1], 11) == [alone]
 
 
 def test_b029_requests_of_one_replica_draw_differently(model: Path) -> None:
-    first, second = draw(model, {"tp": 1}, [PROMPTS[0], PROMPTS[0]], None)
+    first, second = draw(model, ParallelConfig(tp=1), [PROMPTS[0], PROMPTS[0]], None)
     assert first != second
 
 
 def test_b029_the_callers_random_state_is_left_alone(model: Path) -> None:
     torch.manual_seed(5)
     before = torch.get_rng_state()
-    draw(model, {"tp": 2}, PROMPTS, None)
+    draw(model, ParallelConfig(tp=2), PROMPTS, None)
     assert torch.equal(torch.get_rng_state(), before)

@@ -27,11 +27,12 @@ def engine(model: Path) -> Iterator[Engine]:
 
 
 def test_b066_one_of_two_ends_and_the_other_completes(engine: Engine, model: Path) -> None:
-    names, made, reasons = ["", ""], [list[int](), list[int]()], [None, None]
+    names, made = ["", ""], [list[int](), list[int]()]
+    reasons: list[FinishReason | None] = [None, None]
     for event in engine.stream([PROMPTS[1], PROMPTS[3]], LONG):
         names[event.index] = event.request_id
         made[event.index].extend(event.token_ids)
-        reasons[event.index] = event.finish_reason  # type: ignore[call-overload]  # the list starts with None
+        reasons[event.index] = event.finish_reason
         if event.index == 1 and len(made[1]) == 3:
             engine.abort(names[1])
     assert reasons == [FinishReason.LENGTH, FinishReason.ABORT]

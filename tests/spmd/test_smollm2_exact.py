@@ -1,6 +1,6 @@
 """SmolLM2 on many layouts: greedy tokens identical to ``transformers`` on the same dequantised float32 weights."""
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
@@ -24,8 +24,8 @@ TEXTS = (
     "Water boils at 100 degrees Celsius because the",
     "List three colours:\n1.",
     "In the beginning of the twentieth century, physicists believed that light travelled through a medium which they called the",
-    "Question: What do a tensor, a pipeline and a data parallel rank have in common? Explain it in your own words, slowly and with "
-    "an example that a child would understand.\nAnswer:",
+    "Question: What do a tensor, a pipeline and a data parallel rank have in common? Explain it in your own words, slowly and "
+    "with an example that a child would understand.\nAnswer:",
 )
 
 
@@ -39,7 +39,7 @@ class Reference:
 
 
 @pytest.fixture(scope="module")
-def reference() -> Iterator[Reference]:
+def reference() -> Reference:
     import transformers
 
     path = resolve_model("smollm2")
@@ -62,29 +62,28 @@ def reference() -> Iterator[Reference]:
                 pad_token_id=0,
             )
             tokens.append(tuple(out[0, len(prompt) :].tolist()))
-    yield Reference(prompts=prompts, logits=tuple(logits), tokens=tuple(tokens))
+    return Reference(prompts=prompts, logits=tuple(logits), tokens=tuple(tokens))
 
 
-LAYOUTS: tuple[tuple[dict[str, int], tuple[int, ...] | None], ...] = (
-    ({"tp": 1}, None),
-    ({"tp": 2}, None),
-    ({"tp": 3}, None),
-    ({"pp": 2}, None),
-    ({"pp": 3}, None),
-    ({"pp": 3}, (11, 10, 9)),
-    ({"pp": 4}, None),
-    ({"dp": 2}, None),
-    ({"tp": 2, "pp": 2}, None),
-)
+LAYOUTS = {
+    "tp=1": (ParallelConfig(), None),
+    "tp=2": (ParallelConfig(tp=2), None),
+    "tp=3": (ParallelConfig(tp=3), None),
+    "pp=2": (ParallelConfig(pp=2), None),
+    "pp=3": (ParallelConfig(pp=3), None),
+    "pp=3 of 11, 10 and 9 layers": (ParallelConfig(pp=3), (11, 10, 9)),
+    "pp=4": (ParallelConfig(pp=4), None),
+    "dp=2": (ParallelConfig(dp=2), None),
+    "tp=2 pp=2": (ParallelConfig(tp=2, pp=2), None),
+}
 
 
-@pytest.mark.parametrize(("sizes", "stage_layers"), LAYOUTS, ids=str)
-def test_greedy_tokens_equal_transformers(
-    sizes: dict[str, int], stage_layers: tuple[int, ...] | None, reference: Reference
-) -> None:
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_greedy_tokens_equal_transformers(name: str, reference: Reference) -> None:
+    parallel, stage_layers = LAYOUTS[name]
     serving = ServingConfig(stage_layers=stage_layers, kv_cache_tokens=1024)
     sampling = SamplingParams(max_new_tokens=NEW, ignore_eos=True)
-    with Engine("smollm2", parallel=ParallelConfig(**sizes), serving=serving, executor="threads") as engine:
+    with Engine("smollm2", parallel=parallel, serving=serving, executor="threads") as engine:
         completions = engine.generate(reference.prompts, sampling)
     for text, completion, tokens in zip(TEXTS, completions, reference.tokens, strict=True):
         assert completion.token_ids == tokens, text
@@ -99,9 +98,9 @@ def test_greedy_tokens_equal_transformers_in_four_processes(reference: Reference
     assert [completion.token_ids for completion in completions] == list(reference.tokens)
 
 
-@pytest.mark.parametrize("sizes", [{"tp": 1}, {"tp": 2, "pp": 2}, {"tp": 3}], ids=str)
+@pytest.mark.parametrize("name", ["tp=1", "tp=3", "tp=2 pp=2"])
 def test_logits_are_close_to_transformers(
-    sizes: dict[str, int], reference: Reference, record_property: pytest.FixtureRequest
+    name: str, reference: Reference, record_property: Callable[[str, object], None]
 ) -> None:
     """Prompts go through in one batch; the largest difference of any logit is reported and stays under 1e-3."""
 
@@ -115,11 +114,11 @@ def test_logits_are_close_to_transformers(
         if not ctx.pp.is_last_rank:
             return None
         with torch.inference_mode():
-            return list(worker.runner.model.logits(hidden).split([len(prompt) for prompt in reference.prompts]))
+            return list(torch.split(worker.runner.model.logits(hidden), [len(prompt) for prompt in reference.prompts]))
 
     largest = 0.0
-    for logits in run_threads(run, ParallelConfig(**sizes)):
+    for logits in run_threads(run, LAYOUTS[name][0]):
         for ours, theirs in zip(logits or reference.logits, reference.logits, strict=True):
             largest = max(largest, float((ours - theirs).abs().max()))
-    record_property("largest_logit_difference", largest)  # type: ignore[operator]  # pytest's fixture is a function
+    record_property("largest_logit_difference", largest)
     assert 0 < largest < 1e-3
