@@ -18,7 +18,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from importlib.metadata import version
 from typing import final
 
@@ -31,7 +30,9 @@ from parallel_runtime.terms import Rank
 __all__ = ["Meeting", "Member", "compare_members", "join_world", "new_uid", "wait_for_keys"]
 
 _SLICE_S = 0.2
-"""Longest wait inside the store at once, so that Ctrl-C and another rank's verdict are seen."""
+"""Longest wait for one thing before looking whether another has happened: another rank's verdict, a rank that left."""
+_LONGEST_PAUSE_S = 0.05
+"""Between two looks into the store. Its own waits would block Ctrl-C, and log a warning for each that ends without the key."""
 _SETTLE_S = 1.0
 """How long a difference between ranks waits for the others, so that the odd one can be told from the majority."""
 
@@ -225,7 +226,7 @@ def compare_members(members: Sequence[Member]) -> str:
 
 
 def wait_for_keys(store: Store, keys: Sequence[str], timeout_s: float) -> bool:
-    """Wait until every key is set, letting Ctrl-C through.
+    """Wait until every key is set.
 
     Args:
         store: Where.
@@ -239,17 +240,17 @@ def wait_for_keys(store: Store, keys: Sequence[str], timeout_s: float) -> bool:
         RendezvousError: The store is gone.
     """
     deadline = time.monotonic() + timeout_s
-    while True:
-        left_s = deadline - time.monotonic()
-        try:
-            store.wait(list(keys), timedelta(seconds=max(0.001, min(_SLICE_S, left_s))))
-        except RuntimeError as error:
-            if "imeout" not in str(error) and "imed out" not in str(error):
-                raise RendezvousError(f"the store in which the ranks meet is gone: {_first_line(error)}") from error
-        else:
-            return True
-        if left_s <= 0:
-            return False
+    pause_s = 0.001
+    try:
+        while not store.check(list(keys)):
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                return False
+            time.sleep(min(pause_s, left_s))
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+    except RuntimeError as error:
+        raise RendezvousError(f"the store in which the ranks meet is gone: {_first_line(error)}") from error
+    return True
 
 
 def _wait_for_verdict(room: Store, member: Member, ranks: Sequence[int], deadline: float, timeout_s: float) -> dict[str, str]:

@@ -170,7 +170,7 @@ def launch(
     before afterwards; ``multiprocessing``'s idle server process stays until this process ends. While it waits in the main thread,
     a SIGTERM that the caller does not handle raises ``SystemExit(143)``, so that the ranks are ended and files removed.
 
-    Each rank gets an equal share of the cores as intra-op threads, unless ``OMP_NUM_THREADS`` says otherwise or it is alone.
+    Each rank gets an equal share of the cores as intra-op threads, unless ``OMP_NUM_THREADS`` says otherwise.
     Ranks ignore Ctrl-C, which is the parent's to handle, and end when the parent does, however it ends.
 
     Args:
@@ -219,20 +219,20 @@ def check_startable(fn: Callable[..., object], config: ParallelConfig, *, backen
         raise ConfigError(f"backend={config.backend!r} does not fit here; use one of {', '.join(backends)}")
 
 
-def threads_per_rank(world_size: int, environ: Mapping[str, str]) -> int | None:
-    """Intra-op threads of one of several ranks on this machine.
+def threads_per_rank(world_size: int, environ: Mapping[str, str]) -> int:
+    """Intra-op threads of one of the ranks on this machine.
 
     Args:
         world_size: Ranks that share the cores this process may use.
         environ: Where ``OMP_NUM_THREADS`` is looked up; it decides if set.
 
     Returns:
-        The number, at least 1; ``None`` for a rank that is alone, which keeps torch's own choice.
+        The number, at least 1.
     """
     chosen = environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
     if chosen.isdecimal() and int(chosen) > 0:
         return int(chosen)
-    return None if world_size == 1 else max(1, len(os.sched_getaffinity(0)) // world_size)
+    return max(1, len(os.sched_getaffinity(0)) // world_size)
 
 
 def _start_process(task: RankTask, reader: MessageReader) -> RankHandle:

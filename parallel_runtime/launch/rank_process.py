@@ -38,14 +38,14 @@ class Job:
         config: Of the context that each rank enters.
         call: Function and arguments, from ``pack_call``.
         environ: Variables of the caller.
-        num_threads: Intra-op threads of one rank; ``None`` leaves torch's choice.
+        num_threads: Intra-op threads of one rank.
         store: Host and port of the parent's store; ``None`` for a world of one.
     """
 
     config: ParallelConfig
     call: bytes
     environ: Mapping[str, str]
-    num_threads: int | None
+    num_threads: int
     store: tuple[str, int] | None
 
 
@@ -146,9 +146,8 @@ def _pack_result(value: object) -> Result:
     try:
         return Result(pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL))
     except Exception as error:
-        raise SerializationError(
-            f"the result, a {type(value).__qualname__}, cannot be sent back to the parent: {error}"
-        ) from error
+        what = f"the result, a {type(value).__qualname__},"
+        raise SerializationError(f"{what} cannot be sent back to the parent: {error}") from error
 
 
 def _open_context(rank: Rank, job: Job) -> ParallelContext:
@@ -176,8 +175,7 @@ def _prepare_process(task: RankTask, job: Job) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal group; the parent decides what it means
     faulthandler.enable()
     multiprocessing.set_start_method("forkserver", force=True)
-    if job.num_threads is not None:
-        torch.set_num_threads(job.num_threads)
+    torch.set_num_threads(job.num_threads)
     logging.getLogger(__name__).debug("rank %d runs as pid %d", task.rank, os.getpid())
 
 
@@ -188,11 +186,7 @@ def _rank_variables(rank: Rank, job: Job) -> dict[str, str]:
     if job.store:
         variables |= {"MASTER_ADDR": job.store[0], "MASTER_PORT": str(job.store[1])}
     named = {f"PARALLEL_RUNTIME_{name}": value for name, value in variables.items()}
-    if job.store:
-        named["TORCHELASTIC_USE_AGENT_STORE"] = "True"
-    if job.num_threads is not None:
-        named["OMP_NUM_THREADS"] = str(job.num_threads)
-    return named
+    return {**named, "TORCHELASTIC_USE_AGENT_STORE": "True", "OMP_NUM_THREADS": str(job.num_threads)}
 
 
 def _end_with_parent(lifeline: int) -> None:

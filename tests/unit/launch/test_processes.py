@@ -67,7 +67,7 @@ def test_ranks_are_used_inside_their_block() -> None:
     [
         (2, None, max(1, len(os.sched_getaffinity(0)) // 2)),
         (10_000, None, 1),
-        (1, None, None),
+        (1, None, len(os.sched_getaffinity(0))),
         (2, "3", 3),
         (1, "3", 3),
         (10_000, "4,2", 4),
@@ -76,7 +76,7 @@ def test_ranks_are_used_inside_their_block() -> None:
         (10_000, "many", 1),
     ],
 )
-def test_cores_are_shared_unless_the_user_says_otherwise(world_size: int, omp: str | None, expected: int | None) -> None:
+def test_cores_are_shared_unless_the_user_says_otherwise(world_size: int, omp: str | None, expected: int) -> None:
     assert threads_per_rank(world_size, {} if omp is None else {"OMP_NUM_THREADS": omp}) == expected
 
 

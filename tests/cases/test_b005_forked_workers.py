@@ -1,0 +1,68 @@
+"""B005: ranks never start from a forked copy of a live runtime."""
+
+import multiprocessing
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from parallel_runtime.config import ParallelConfig
+from parallel_runtime.context import ParallelContext
+from parallel_runtime.errors import ContextStateError
+from parallel_runtime.launch import launch
+from tests.spmd import scripts
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(60)]
+
+
+def start_method(ctx: ParallelContext) -> tuple[str, float]:
+    return multiprocessing.get_start_method(), ctx.tp.all_reduce(torch.ones(1)).item()
+
+
+def test_b005_a_used_parent_launches_without_forking_itself() -> None:
+    torch.ones(200, 200) @ torch.ones(200, 200)
+    before = multiprocessing.get_start_method(allow_none=True)
+    assert launch(start_method, ParallelConfig(tp=2), timeout_s=30) == [("forkserver", 2.0)] * 2
+    assert multiprocessing.get_start_method(allow_none=True) == before
+
+
+def fork_inside(ctx: ParallelContext) -> tuple[str, str, float]:
+    group = ctx.tp
+    read_fd, write_fd = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        said = []
+        for use in (lambda: ctx.tp, lambda: group.all_reduce(torch.ones(1))):
+            try:
+                use()
+                said.append("it worked")
+            except ContextStateError as error:
+                said.append(str(error))
+        os.write(write_fd, "\n".join(said).encode())
+        os._exit(0)
+    os.close(write_fd)
+    with os.fdopen(read_fd) as pipe:
+        first, second = pipe.read().split("\n")
+    os.waitpid(pid, 0)
+    return first, second, ctx.tp.all_reduce(torch.ones(1)).item()
+
+
+def test_b005_a_context_used_in_a_forked_child_is_refused_at_once() -> None:
+    for by_context, by_group, total in launch(fork_inside, ParallelConfig(tp=2), timeout_s=30):
+        assert "context belongs to another process" in by_context
+        assert "belongs to another process" in by_group
+        assert total == 2.0
+
+
+@pytest.mark.parametrize("hint", ["", "own_name = __name__\n"], ids=["seen before", "seen by the ranks"])
+def test_b005_a_script_without_a_main_guard_gets_one_clear_error(tmp_path: Path, hint: str) -> None:
+    script = scripts.write_script(
+        tmp_path, f"{hint}def who(ctx):\n    return ctx.rank\nprint('top level', flush=True)\nlaunch(who, ParallelConfig(tp=2))\n"
+    )
+    status, out, err = scripts.run(script)
+    assert status == 1
+    assert err.count("Traceback") == 1
+    assert 'if __name__ == "__main__":' in err
+    assert "script.py" in err.splitlines()[-4]
+    assert out.count("top level") <= 3

@@ -1,0 +1,66 @@
+"""B051, B069: groups opened by their members alone are never mixed up, and wait for nobody else."""
+
+import random
+import time
+
+import pytest
+import torch
+
+from parallel_runtime.config import ParallelConfig
+from parallel_runtime.context import ParallelContext
+from parallel_runtime.launch import launch, run_threads
+
+FOUR, EIGHT = ParallelConfig(tp=2, dp=2), ParallelConfig(tp=2, pp=2, dp=2)
+
+
+def expected(ranks: tuple[int, ...]) -> float:
+    return float(sum(10**rank for rank in ranks))
+
+
+def open_often(ctx: ParallelContext, rounds: int, longest_s: float) -> set[str]:
+    delays = random.Random(ctx.rank)
+    keys = set()
+    for _ in range(rounds):
+        time.sleep(delays.uniform(0.0, longest_s))
+        with ParallelContext(ctx.config, identity=ctx.identity, store=ctx.store, hub=ctx.hub) as other:
+            for group in (other.tp, other.dp):
+                assert group.all_reduce(torch.tensor(10.0**ctx.rank)).item() == expected(group.ranks)
+                keys.add(group.key)
+    return keys
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(90)
+def test_b051_twenty_opens_with_random_delays_in_processes() -> None:
+    keys = launch(open_often, FOUR, 20, 0.1, timeout_s=60)
+    assert [len(mine) for mine in keys] == [40] * 4
+    assert len(set.union(*keys)) == 20 * 4
+
+
+@pytest.mark.parametrize("backend", ["local", "gloo"])
+def test_b051_twenty_opens_with_random_delays_in_threads(backend: str) -> None:
+    run_threads(open_often, FOUR.replace(backend=backend), 20, 0.02, timeout_s=60)
+
+
+def count_groups(ctx: ParallelContext) -> tuple[int, float]:
+    connected = {group.ranks for group in ctx.groups().values() if group.world_size > 1}
+    return len(connected), ctx.world.all_reduce(torch.tensor(1.0)).item()
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(90)
+def test_b069_eight_processes_open_three_axes() -> None:
+    """world, stage, tp, dp, pp: five sets of ranks, opened once each; everything else is one of them or alone."""
+    assert launch(count_groups, EIGHT, timeout_s=60) == [(5, 8.0)] * 8
+
+
+def test_b069_opening_leaves_keys_of_members_only() -> None:
+    """No key in the store names a group that its writer is not in, and their number grows with the groups of a rank."""
+
+    def count(ctx: ParallelContext) -> int:
+        assert ctx.store is not None
+        return ctx.store.num_keys()
+
+    small = max(run_threads(count, FOUR.replace(backend="gloo"), timeout_s=60))
+    large = max(run_threads(count, EIGHT.replace(backend="gloo"), timeout_s=60))
+    assert large <= 8 * small
