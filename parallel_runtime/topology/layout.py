@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass, field
 from itertools import chain
 from math import gcd
-from typing import NamedTuple, cast, final
+from typing import NamedTuple, Self, cast, final
 
 from parallel_runtime.errors import ArgumentError
 from parallel_runtime.terms import DENSE_AXES, EXPERT_AXES, DenseAxis, Rank
@@ -17,6 +17,9 @@ from parallel_runtime.topology.mesh import Mesh, shift
 from parallel_runtime.topology.rules import check_dcp, check_expert_sizes, check_order, check_ranks, check_sizes
 
 __all__ = ["Coordinate", "Layout"]
+
+_DENSE = frozenset(DENSE_AXES)
+_EXPERT = frozenset((*EXPERT_AXES, "pp"))
 
 
 @final
@@ -112,7 +115,7 @@ class Layout:
         dcp: int = 1,
         order: tuple[DenseAxis, ...] = DENSE_AXES,
         ranks: Sequence[int] | None = None,
-    ) -> "Layout":
+    ) -> Self:
         """Make a layout, deriving what was left out.
 
         Args:
@@ -134,7 +137,7 @@ class Layout:
         """
         check_sizes(tp=tp, cp=cp, dp=dp, pp=pp, ep=ep, dcp=dcp)
         if etp is None:
-            etp = gcd(tp, tp * cp * dp // ep) or 1
+            etp = gcd(tp, tp * cp * dp // ep)
         if ranks is None:
             ranks = range(tp * cp * dp * pp)
         return cls(tp=tp, cp=cp, dp=dp, pp=pp, ep=ep, etp=etp, dcp=dcp, order=order, ranks=ranks)
@@ -342,10 +345,6 @@ class Layout:
             step = offsets.step * self.pp
             return range(first, first + len(offsets) * step, step)
         return [self._place(corner + offset, stages.start) for offset in offsets]
-
-
-_DENSE = frozenset(DENSE_AXES)
-_EXPERT = frozenset((*EXPERT_AXES, "pp"))
 
 
 def _shorten(ranks: Sequence[int]) -> str:

@@ -113,6 +113,12 @@ def test_vllm_rank_lists() -> None:
         assert all(list(group) == sorted(group) for group in ours["dcp"]) is entry["dcp_ascending"]
 
 
+def test_vllm_has_its_ep_group_even_where_experts_are_cut() -> None:
+    config = ParallelConfig.from_vllm(tensor_parallel_size=2, data_parallel_size=2, enable_expert_parallel=False)
+    assert config.ep == 1
+    assert named_groups(config, "vllm")["ep"] == ((0, 1, 2, 3),)
+
+
 def test_megatron_rank_lists() -> None:
     for sizes, groups in of("megatron"):
         ours = named_groups(megatron_config(sizes), "megatron")
