@@ -14,6 +14,7 @@ from parallel_runtime.comm.coordinator import GroupCoordinator
 from parallel_runtime.comm.local import LocalHub
 from parallel_runtime.config.environment import Identity, current_environ, detect
 from parallel_runtime.config.parallel_config import ParallelConfig
+from parallel_runtime.config.plan import Plan
 from parallel_runtime.context.choices import choose_backend, choose_device, fit_config
 from parallel_runtime.context.groups import C10dConnector, Connector, GroupTable, connect_fake, local_connector
 from parallel_runtime.context.meeting_point import MeetingPoint, find_meeting_point, own_address
@@ -132,6 +133,15 @@ class ParallelContext:
     def layout(self) -> Layout:
         """The arrangement of the world's ranks."""
         return self._config.layout
+
+    @property
+    def plan(self) -> Plan:
+        """Everything the layout implies, as data; worked out at the call.
+
+        Raises:
+            ConfigError: A size is still -1.
+        """
+        return self._config.plan()
 
     @property
     def identity(self) -> Identity:

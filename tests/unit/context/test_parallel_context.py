@@ -75,6 +75,7 @@ def test_facts_and_groups_of_every_rank() -> None:
         assert ctx.coordinate == layout.coordinate(ctx.rank)
         assert (ctx.world_size, ctx.local_rank, ctx.layout, ctx.config) == (4, ctx.rank, layout, config)
         assert ctx.device == torch.device("cpu")
+        assert ctx.plan == config.plan()
         assert f"rank={ctx.rank}, open" in repr(ctx)
         assert list(ctx.groups()) == list(GROUP_NAMES)
         for name, group in ctx.groups().items():
@@ -137,7 +138,7 @@ def test_a_world_of_several_needs_a_place_to_meet() -> None:
 
 def test_a_foreign_store_is_refused() -> None:
     with pytest.raises(ArgumentError, match=r"torch\.distributed store"):
-        ParallelContext(ParallelConfig(), store={})
+        ParallelContext(ParallelConfig(), store={})  # type: ignore[arg-type]  # what is tested
 
 
 def test_local_threads_need_their_hub() -> None:
