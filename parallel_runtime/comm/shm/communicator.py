@@ -69,6 +69,7 @@ class ShmCommunicator(Communicator):
         waiter = Waiter(bells, liveness, spins=_SPINS_CROWDED if is_crowded else _SPINS, shares_process=shares_process)
         self._steps = steps = Steps(memory, geometry, rank_in_group, waiter, bells)
         mailbox = Mailbox(memory, geometry, rank_in_group, waiter, bells)
+        mailbox.on_break = self._break
         self._parts: _Parts | None = _Parts(steps=steps, planner=Planner(steps), mailbox=mailbox, bells=bells, liveness=liveness)
 
     @classmethod

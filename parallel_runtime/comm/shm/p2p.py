@@ -8,6 +8,7 @@ of collectives; nothing moves in between, there is no thread behind it.
 import mmap
 import struct
 from collections import deque
+from collections.abc import Callable
 from typing import Final, final
 
 from torch import Tensor
@@ -45,9 +46,10 @@ class MessageWork(Work):
         self._error: Exception | None = None
 
     def finish(self, error: Exception | None = None) -> None:
-        """It is done, or failed with ``error``."""
-        self._error = error
-        self._mailbox = self._tensor = None
+        """It is done, or failed with ``error``; once."""
+        if self._mailbox is not None:
+            self._error = error
+            self._mailbox = self._tensor = None
 
     @property
     def is_open(self) -> bool:
@@ -231,9 +233,13 @@ class Mailbox:
         rank_in_group: This member.
         waiter: Moves this mailbox on while it waits for something else.
         bells: Wakes peers.
+
+    Attributes:
+        on_break: Told when a message stopped half-way, so that nothing can follow it.
     """
 
     def __init__(self, memory: mmap.mmap, geometry: Geometry, rank_in_group: int, waiter: Waiter, bells: Bells) -> None:
+        self.on_break: Callable[[BaseException], None] | None = None
         peers = [peer for peer in range(geometry.world_size) if peer != rank_in_group]
         self._outgoing = {peer: _Outgoing(_ring(memory, geometry, rank_in_group, peer, is_writer=True)) for peer in peers}
         self._incoming = {peer: _Incoming(_ring(memory, geometry, peer, rank_in_group, is_writer=False), peer) for peer in peers}
@@ -277,9 +283,10 @@ class Mailbox:
             self._waiter.until(lambda: not work.is_open or (self.progress() and not work.is_open), timeout_s, lambda: [work.peer])
         except PeerTimeoutError as exc:
             ends = self._outgoing if work.is_send else self._incoming
-            if not ends[work.peer].withdraw(work):
-                self.fail(exc)
+            is_whole = ends[work.peer].withdraw(work)
             work.finish(exc)
+            if not is_whole and self.on_break is not None:
+                self.on_break(exc)
         except PeerLostError as exc:
             work.finish(exc)
         self._watch()
@@ -295,7 +302,7 @@ class Mailbox:
                 outgoing.queue.popleft().finish(error)
         for incoming in self._incoming.values():
             incoming.fail(error)
-        self._waiter.chores = None
+        self._waiter.chores = self.on_break = None
 
     def _watch(self) -> None:
         self._waiter.chores = None if self.is_idle() else self.progress

@@ -119,19 +119,19 @@ class _Numpy(Reducer):
 
     def combine(self, sources: Sequence[Vector], out: Vector) -> None:
         ufunc = self._ufunc
-        ufunc(sources[0], sources[1], out)
+        ufunc(sources[0], sources[1], out=out)
         for source in sources[2:]:
-            ufunc(out, source, out)
+            ufunc(out, source, out=out)
         if self._divisor != 1:
             self._divide(cast("npt.NDArray[Any]", out))
 
     def _divide(self, out: npt.NDArray[Any]) -> None:
         if self._dtype.kind in "fc":
-            np.divide(out, self._divisor, out)
+            np.divide(out, self._divisor, out=out)
         else:  # towards zero, as C does
             negative = (out < 0) & (out % self._divisor != 0)
-            np.floor_divide(out, self._divisor, out)
-            np.add(out, 1, out, where=negative)
+            np.floor_divide(out, self._divisor, out=out)
+            np.add(out, 1, out=out, where=negative)
 
 
 @final
@@ -144,7 +144,7 @@ class _NumpyPair(Reducer):
         return np.frombuffer(memory, self._dtype)
 
     def combine(self, sources: Sequence[Vector], out: Vector) -> None:
-        self._ufunc(sources[0], sources[1], out)
+        self._ufunc(sources[0], sources[1], out=out)
 
 
 @final

@@ -7,6 +7,7 @@ kernel frees it with the last mapping, whatever ended the processes.
 """
 
 import contextlib
+import errno
 import fcntl
 import json
 import mmap
@@ -20,13 +21,17 @@ from typing import Any, Final, Literal, Protocol, TypeAlias, final
 
 from parallel_runtime.errors import RendezvousError
 
-__all__ = ["KeyValueStore", "Segment", "SegmentWay", "Unavailable", "create_file", "open_segment"]
+__all__ = ["KeyValueStore", "Segment", "SegmentWay", "Unavailable", "available_bytes", "create_file", "open_segment"]
 
 SegmentWay: TypeAlias = Literal["proc", "socket"]
 """How a member gets at the segment: through ``/proc/<pid>/fd``, or over a Unix socket."""
 
 _TOKEN_BYTES: Final = 16
 _BOOT_ID: Final = "/proc/sys/kernel/random/boot_id"
+_CGROUP_FILES: Final = (
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+)
 _ASKS_FOR_SOCKET: Final = "socket"
 
 
@@ -70,6 +75,21 @@ class Segment:
     way: SegmentWay
 
 
+def available_bytes() -> int:
+    """Memory that can be reserved now without harm: what the machine and the control group have left, halved.
+
+    Returns:
+        Bytes. The kernel itself would grant a reservation and then end processes to fulfil it.
+    """
+    left = []
+    with open("/proc/meminfo") as file:
+        left += [int(line.split()[1]) << 10 for line in file if line.startswith("MemAvailable")]
+    for limit, usage in _CGROUP_FILES:
+        with contextlib.suppress(OSError, ValueError), open(limit) as limit_file, open(usage) as usage_file:
+            left.append(int(limit_file.read()) - int(usage_file.read()))
+    return max(min(left), 0) // 2
+
+
 def create_file(sizes: Sequence[int]) -> tuple[int, int]:
     """Create a nameless file in memory with all its bytes reserved.
 
@@ -87,6 +107,8 @@ def create_file(sizes: Sequence[int]) -> tuple[int, int]:
         os.fchmod(descriptor, 0o600)
         for position, nbytes in enumerate(sizes):
             try:
+                if nbytes > (available := available_bytes()):
+                    raise OSError(errno.ENOSPC, f"{nbytes} bytes asked for, {available} can be spared")
                 os.posix_fallocate(descriptor, 0, nbytes)
             except OSError:
                 os.ftruncate(descriptor, 0)
@@ -191,7 +213,7 @@ def _lead(room: _Room, sizes: Sequence[int]) -> Segment | Unavailable:
             listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
             listener.bind(f"\0parallel_runtime-{secrets.token_hex(16)}")
             listener.listen(room.world_size)
-        except OSError as exc:
+        except (OSError, OverflowError, ValueError) as exc:
             reason = f"member 0 cannot create {min(sizes)} bytes of shared memory: {exc}"
             room.tell("offer", {"reason": reason})
             return Unavailable(reason=reason)

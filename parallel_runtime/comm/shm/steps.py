@@ -22,7 +22,7 @@ from typing import Final, final
 
 from parallel_runtime.comm.shm.geometry import NUM_SLOTS, Geometry
 from parallel_runtime.comm.shm.waiting import Bells, Waiter, full_fence, needs_fence
-from parallel_runtime.errors import CollectiveMismatchError, PeerError
+from parallel_runtime.errors import CollectiveMismatchError, PeerTimeoutError
 
 __all__ = ["Steps", "fingerprint"]
 
@@ -249,11 +249,11 @@ class Steps:
         def silent() -> list[int]:
             return [peer for peer in self.peers if words[flags[peer] + 2] != sequence]
 
-        with contextlib.suppress(PeerError):  # somebody noticed nothing, or is gone: report without it
+        with contextlib.suppress(PeerTimeoutError):  # somebody waits for nobody here: report without it
             self._waiter.until(lambda: not silent(), self._timeout_s, silent)
         said = []
         for member in range(self.world_size):
             heard = words[flags[member] + 2] == sequence
-            entered = bytes(self._reports[member][1 : 1 + self._reports[member][0]]).decode(errors="replace") if heard else "?"
+            entered = bytes(self._reports[member][1 : 1 + self._reports[member][0]]).decode(errors="replace") if heard else "something else"
             said.append(f"member {member} entered {entered}")
         raise CollectiveMismatchError(f"the members entered different operations: {'; '.join(said)}")
