@@ -87,7 +87,7 @@ def encode(value: object, *, pickle: bool = False, keep_out: bool = True) -> Enc
     """Turn ``value`` into bytes, before anything is sent.
 
     Args:
-        value: None, bool, int, float, str, bytes, complex, list, tuple, dict, set, tensors, numpy arrays and scalars, torch dtypes
+        value: None, bool, int, float, str, bytes, complex, list, tuple, dict, set, tensors, numpy arrays and scalars, dtypes
             and sizes, nested in any way.
         pickle: Pickle it instead; the receiver has to allow that.
         keep_out: Leave tensors of 64 KiB and more out of the bytes.

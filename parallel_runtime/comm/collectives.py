@@ -30,7 +30,13 @@ __all__ = ["Collectives"]
 
 @final
 class Collectives:
-    """The collectives of ``core``."""
+    """The collectives of ``core``.
+
+    Raises:
+        ArgumentError: Sizes, splits, ops, peers or an output that do not fit; the text of each method is on the coordinator.
+        DimError: There is no such dim.
+        DtypeError: The dtype has no such arithmetic.
+    """
 
     __slots__ = ("_core", "_reductions")
 

@@ -21,7 +21,12 @@ __all__ = ["TensorDicts"]
 
 @final
 class TensorDicts:
-    """Sends and receives tensor dicts over ``core``."""
+    """Sends and receives tensor dicts over ``core``.
+
+    Raises:
+        ArgumentError: The dict, the keys to slice or the group to join slices over do not fit.
+        CollectiveMismatchError: What arrived is no tensor dict, or what was to be sliced differs between members.
+    """
 
     __slots__ = ("_core", "_outbox")
 

@@ -20,7 +20,13 @@ __all__ = ["Messages"]
 
 @final
 class Messages:
-    """The messages of ``core``."""
+    """The messages of ``core``.
+
+    Raises:
+        ArgumentError: A value that is no dict where one is needed.
+        SerializationError: This member's object cannot be encoded, or another's not decoded.
+        PeerEncodingError: Another member could not encode its object.
+    """
 
     __slots__ = ("_core", "_outbox")
 

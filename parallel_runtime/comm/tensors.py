@@ -108,7 +108,8 @@ def movable(tensor: Tensor) -> Tensor:
 
 def as_bytes(tensor: Tensor) -> Tensor:
     """The contiguous ``tensor`` as one flat uint8 view."""
-    return tensor.view(-1).view(torch.uint8)
+    # A contiguous tensor of one element may have any stride, which view(dtype) would refuse.
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def normal_dim(dim: int, ndim: int, operation: str) -> int:
@@ -129,7 +130,7 @@ def check_writable(tensor: Tensor, operation: str) -> None:
     Raises:
         ArgumentError: It is an expanded tensor.
     """
-    if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
+    if tensor.numel() and any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
         raise ArgumentError(
             f"{operation}: cannot write into an expanded tensor, shape {list(tensor.shape)} strides {tensor.stride()}"
         )
