@@ -42,6 +42,9 @@ def add_generate(commands: "argparse._SubParsersAction[Any]") -> None:
     parser.add_argument("--seed", type=int, default=None, metavar="N", help="makes draws repeatable")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of weights and KV cache")
     parser.add_argument("--chat", action="store_true", help="hand each prompt over as a user's turn of a chat")
+    parser.add_argument(
+        "--executor", choices=("processes", "threads"), default="processes", help="what ranks are; threads share this process"
+    )
     parser.add_argument("--verbose", action="store_true", help="show every rank: who it is, its shard, its communicators")
 
 
@@ -64,12 +67,13 @@ def run_generate(arguments: argparse.Namespace) -> int:
         top_p=arguments.top_p,
         seed=arguments.seed,
     )
+    serving = ServingConfig(dtype=arguments.dtype)
     parallel = ParallelConfig(tp=arguments.tp, pp=arguments.pp, dp=arguments.dp)
     notes = Console(stderr=True, highlight=False, soft_wrap=True)
     with ExitStack() as stack:
         started = time.perf_counter()
         with notes.status(f"starting {parallel.world_size} rank(s) with {arguments.model}"):
-            engine = stack.enter_context(Engine(arguments.model, parallel=parallel, serving=ServingConfig(dtype=arguments.dtype)))
+            engine = stack.enter_context(Engine(arguments.model, parallel=parallel, serving=serving, executor=arguments.executor))
         _say_layout(notes, engine, arguments, time.perf_counter() - started)
         _show(engine, arguments, sampling, notes)
     return 0
@@ -79,7 +83,7 @@ def _say_layout(notes: Console, engine: Engine, arguments: argparse.Namespace, s
     world_size = engine.parallel.world_size
     sizes = f"tp={arguments.tp} pp={arguments.pp} dp={arguments.dp}"
     notes.print(
-        f"{arguments.model} on {sizes}: {world_size} rank(s) in {world_size} process(es), ready in {start_s:.1f} s", markup=False
+        f"{arguments.model} on {sizes}: {world_size} rank(s) as {arguments.executor}, ready in {start_s:.1f} s", markup=False
     )
     if arguments.verbose:
         for replica in engine.replicas:

@@ -12,8 +12,6 @@ from parallel_runtime.serving.executors import RankExecutor
 __all__ = ["Attendant"]
 
 _POLL_S = 0.1
-_VERDICT_S = 5.0
-"""A leader that hangs up has failed, or a peer of it has; the executor says which within this time."""
 
 
 @final
@@ -24,12 +22,14 @@ class Attendant:
         controller: Gets the leaders' messages, and the error when a rank fails. Borrowed.
         ranks: Watched. Borrowed.
         exit_s: Seconds that ranks have to leave by themselves once they were told to.
+        verdict_s: Seconds from a leader hanging up until the executor says which rank failed.
     """
 
-    def __init__(self, controller: DataParallelController, ranks: RankExecutor, *, exit_s: float) -> None:
+    def __init__(self, controller: DataParallelController, ranks: RankExecutor, *, exit_s: float, verdict_s: float = 5.0) -> None:
         self._controller = controller
         self._ranks = ranks
         self._exit_s = exit_s
+        self._verdict_s = verdict_s
         self._is_closing = threading.Event()
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._attend, name="engine-front", daemon=True)
@@ -73,7 +73,7 @@ class Attendant:
                 self._is_over.wait(_POLL_S)
             if self._controller.has_lost_links and not self._is_closing.is_set():
                 hung_up_at = hung_up_at or time.monotonic()
-                if time.monotonic() - hung_up_at > _VERDICT_S:
+                if time.monotonic() - hung_up_at > self._verdict_s:
                     raise PeerLostError("the leader of a replica hung up without a word, though no rank is known to have failed")
 
     def _say_farewell(self) -> None:

@@ -24,6 +24,8 @@ from parallel_runtime.serving.controller import DataParallelController, RequestS
 from parallel_runtime.serving.executors import RankExecutor, ThreadRanks, serve_rank_process
 from parallel_runtime.serving.messages import FinishReason, Ready, Request, SamplingParams
 from parallel_runtime.serving.serving_config import ServingConfig
+from parallel_runtime.serving.worker import check_servable
+from parallel_runtime.topology.shards import split_layers
 
 __all__ = ["Completion", "Engine", "EngineState", "Prompt", "StreamEvent"]
 
@@ -255,6 +257,8 @@ class Engine:
             intermediate_size=config.intermediate_size,
         )
         self.parallel.check_model(shape)
+        split_layers(config.num_layers, num_stages=self.parallel.pp, sizes=self.serving.stage_layers)
+        check_servable(self.parallel)
 
     def _load_tokenizer(self, checkpoint: Checkpoint) -> None:
         try:

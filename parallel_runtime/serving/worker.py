@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from parallel_runtime.comm import GroupCoordinator
+from parallel_runtime.config.parallel_config import ParallelConfig
 from parallel_runtime.context import ParallelContext
 from parallel_runtime.errors import ConfigError
 from parallel_runtime.models.llama import load_llama
@@ -25,9 +26,23 @@ from parallel_runtime.serving.sampling import mix_seed
 from parallel_runtime.serving.serving_config import ServingConfig
 from parallel_runtime.topology.shards import split_layers
 
-__all__ = ["TpModelWorker"]
+__all__ = ["TpModelWorker", "check_servable"]
 
 _CACHE_SHARE = 0.3
+
+
+def check_servable(parallel: ParallelConfig) -> None:
+    """Refuse a layout that serving has no use for.
+
+    Args:
+        parallel: Sizes of the world.
+
+    Raises:
+        ConfigError: It splits single sequences over ranks, or experts where a dense model has none.
+    """
+    for axis in ("cp", "dcp", "ep"):
+        if (size := getattr(parallel, axis)) > 1:
+            raise ConfigError(f"{axis}={size}: dense models are served with tp, pp and dp only; use {axis}=1")
 
 
 @final
@@ -48,15 +63,14 @@ class TpModelWorker:
 
     Raises:
         CheckpointError: There is no such model, or it cannot be read.
-        ConfigError: The model cannot be split like this, context parallelism is asked for, or not one block of KV cache fits.
+        ConfigError: The model cannot be split like this, ``check_servable`` refuses, or not one block of KV cache fits.
 
     Collective: two small messages over the replica; all of its ranks.
     """
 
     def __init__(self, ctx: ParallelContext, *, model: str | Path, config: ServingConfig | None = None) -> None:
         config = config or ServingConfig()
-        if ctx.cp.world_size > 1:
-            raise ConfigError(f"cp={ctx.cp.world_size}: serving does not split one sequence over ranks yet; use cp=1")
+        check_servable(ctx.config)
         self._ctx = ctx
         self.replica: GroupCoordinator = ctx.open_group("tp", "cp", "pp")
         with open_checkpoint(model) as checkpoint:
