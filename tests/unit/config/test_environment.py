@@ -100,6 +100,23 @@ def test_mpirun_on_slurm_daemons_counts_agents() -> None:
     assert (identity.source, identity.rank) == ("openmpi", 5)
 
 
+@pytest.mark.parametrize(
+    ("tasks", "nodes", "per_node", "inner"),
+    [
+        # two agents that do not know each other: --nnodes was forgotten
+        (2, 2, "1(x2)", torchrun(rank=1, world_size=2, local_rank=1, local_world_size=2)),
+        # several tasks on a host are no daemons
+        (4, 2, "2(x2)", openmpi(rank=5, size=8, local_rank=1, local_size=4)),
+        # as many ranks as tasks, but another rank
+        (2, 2, "1(x2)", openmpi(rank=0, size=2, local_rank=0, local_size=1)),
+    ],
+)
+def test_an_outer_launcher_that_counts_no_agents_must_agree(tasks: int, nodes: int, per_node: str, inner: dict[str, str]) -> None:
+    step = slurm_step(rank=1, tasks=tasks, local_rank=0, node=1, nodes=nodes, per_node=per_node)
+    with pytest.raises(LauncherEnvironmentError, match="contradict each other"):
+        detect(step | inner | MASTER)
+
+
 def test_torchrun_names_without_an_agent_do_not_excuse_slurm() -> None:
     step = slurm_step(rank=1, tasks=2, local_rank=0, node=1, nodes=2, per_node="1(x2)")
     by_hand = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "GROUP_WORLD_SIZE": "2", **MASTER}
