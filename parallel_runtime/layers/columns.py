@@ -92,7 +92,7 @@ class ParallelColumns(nn.Module, ABC):
             biases: The full bias ``(size,)`` of each piece, exactly where the layer has one.
 
         Raises:
-            ArgumentError: A shape is wrong, or biases are missing or too many.
+            ArgumentError: A shape is wrong, or weights or biases are missing or too many.
         """
         if (biases is None) != (self.bias is None):
             raise ArgumentError(f"bias={self.bias is not None} but biases were {'not ' if biases is None else ''}given to load")
@@ -117,6 +117,10 @@ class ParallelColumns(nn.Module, ABC):
 
     @torch.no_grad()
     def _fill(self, parameter: Tensor, sources: Sequence[TensorSource], kind: str) -> None:
+        if len(sources) != len(self.pieces):
+            raise ArgumentError(
+                f"{len(sources)} {kind}s were given to load; this layer has {[piece.name for piece in self.pieces]}"
+            )
         targets = torch.split(parameter, self.local_sizes)
         for piece, source, target in zip(self.pieces, sources, targets, strict=True):
             check_shape(f"{piece.name}.{kind}", source, (piece.size, *parameter.shape[1:]))

@@ -1,5 +1,6 @@
 """The two ends of a language model, spread over a group by vocabulary: embedding and head. Nothing is ever padded."""
 
+from abc import ABC
 from typing import final
 
 import torch
@@ -16,7 +17,7 @@ from parallel_runtime.topology.shards import Uneven, split_vocabulary
 __all__ = ["ParallelHead", "VocabParallelEmbedding"]
 
 
-class _VocabularyShard(nn.Module):
+class _VocabularyShard(nn.Module, ABC):
     """A ``(V, D)`` matrix of which every member holds some rows."""
 
     def __init__(

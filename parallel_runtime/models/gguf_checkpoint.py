@@ -169,6 +169,8 @@ class _Metadata:
             raise CheckpointError(
                 f"{self._file.path}: llama.rope.scaling.type is {scaling!r}, which is not implemented (known: none)"
             )
+        if (parts := self._integer("split.count", 1)) > 1:
+            raise CheckpointError(f"{self._file.path}: one of {parts} files; join them first (llama-gguf-split --merge)")
         if experts := self._integer("llama.expert_count", 0):
             raise CheckpointError(
                 f"{self._file.path}: llama.expert_count is {experts}; experts are not implemented for this architecture"

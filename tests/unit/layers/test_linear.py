@@ -158,5 +158,7 @@ def test_wrong_shapes_and_biases_are_refused() -> None:
         row.load(weight)
     with pytest.raises(ArgumentError, match=r"up\.weight has shape \(4, 3\)"):
         column.load([weight.T])
+    with pytest.raises(ArgumentError, match=r"2 weights were given to load; this layer has \['up'\]"):
+        column.load([weight, weight])
     with pytest.raises(ArgumentError, match="bias=False but biases were given to load"):
         column.load([weight], [bias])

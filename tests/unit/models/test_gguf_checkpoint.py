@@ -94,6 +94,7 @@ def test_a_missing_tensor_and_a_wrong_shape_are_named(tmp_path: Path) -> None:
         ({"llama.attention.head_count_kv": 3}, "num_query_heads=4 is not a multiple of num_kv_heads=3"),
         ({"llama.attention.head_count": 0}, "num_query_heads=0"),
         ({"llama.rope.scaling.type": "yarn"}, "llama.rope.scaling.type is 'yarn'"),
+        ({"split.count": 3}, "one of 3 files; join them first"),
         ({"llama.expert_count": 8}, "llama.expert_count is 8"),
         ({"llama.rope.dimension_count": 4}, "llama.rope.dimension_count is 4 and heads have 8"),
     ],
