@@ -20,11 +20,16 @@ def start_method(ctx: ParallelContext) -> tuple[str, float]:
     return multiprocessing.get_start_method(), ctx.tp.all_reduce(torch.ones(1)).item()
 
 
-def test_b005_a_used_parent_launches_without_forking_itself() -> None:
+@pytest.mark.parametrize("method", [None, "spawn"])
+def test_b005_a_used_parent_launches_without_forking_itself(method: str | None) -> None:
     torch.ones(200, 200) @ torch.ones(200, 200)
-    before = multiprocessing.get_start_method(allow_none=True)
-    assert launch(start_method, ParallelConfig(tp=2), timeout_s=30) == [("forkserver", 2.0)] * 2
-    assert multiprocessing.get_start_method(allow_none=True) == before
+    as_it_was = multiprocessing.get_start_method(allow_none=True)
+    multiprocessing.set_start_method(method, force=True)
+    try:
+        assert launch(start_method, ParallelConfig(tp=2), timeout_s=30) == [("forkserver", 2.0)] * 2
+        assert multiprocessing.get_start_method(allow_none=True) == method
+    finally:
+        multiprocessing.set_start_method(as_it_was, force=True)
 
 
 def fork_inside(ctx: ParallelContext) -> tuple[str, str, float]:

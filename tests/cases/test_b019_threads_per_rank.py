@@ -1,6 +1,8 @@
 """B019: ranks share the cores, and the caller keeps its own settings."""
 
 import os
+import signal
+from multiprocessing import forkserver
 
 import pytest
 import torch
@@ -16,12 +18,18 @@ def threads(ctx: ParallelContext) -> tuple[int, str | None]:
     return torch.get_num_threads(), os.environ.get("OMP_NUM_THREADS")
 
 
+def settings() -> tuple[object, ...]:
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)]
+    preloaded = vars(forkserver._forkserver)["_preload_modules"]
+    return dict(os.environ), torch.get_num_threads(), torch.get_default_dtype(), handlers, preloaded
+
+
 def test_b019_cores_are_shared_and_the_parent_is_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    before = dict(os.environ), torch.get_num_threads(), torch.get_default_dtype()
+    before = settings()
     share = max(1, len(os.sched_getaffinity(0)) // 2)
     assert launch(threads, ParallelConfig(tp=2), timeout_s=30) == [(share, str(share))] * 2
-    assert (dict(os.environ), torch.get_num_threads(), torch.get_default_dtype()) == before
+    assert settings() == before
 
 
 def test_b019_the_users_choice_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
