@@ -112,7 +112,7 @@ def plan_from_text(text: str, *, hosts: Hosts | None = None) -> Plan:
         ConfigError: The text is neither, or what it says is impossible.
     """
     if Path(text).is_file():
-        content = Path(text).read_text(encoding="utf-8")
+        content = _read(Path(text))
         if _is_plan(content):
             return Plan.from_json(content)
         return ParallelConfig.model_validate_json(content).plan(hosts=hosts)
@@ -121,11 +121,20 @@ def plan_from_text(text: str, *, hosts: Hosts | None = None) -> Plan:
     settings: dict[str, Any] = {}
     for part in text.split(","):
         name, _, value = part.strip().partition("=")
+        if name in settings:
+            raise ConfigError(f"{text!r} gives {name} twice")
         settings[name] = int(value) if value.lstrip("-").isdecimal() else value
     if "order" in settings:
         settings["order"] = tuple(str(settings["order"]).split("-"))
     own_hosts = settings.pop("hosts", hosts)
     return ParallelConfig(**settings).plan(hosts=own_hosts)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is no text file: {error}") from error
 
 
 def _is_plan(content: str) -> bool:

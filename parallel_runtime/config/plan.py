@@ -266,7 +266,9 @@ class Plan:
             make_ranks = tuple if sizes.pop("ranks_are") == "listed" else lambda parts: range(*parts)
             sizes |= {"order": tuple(sizes["order"]), "ranks": make_ranks(sizes["ranks"])}
             return make_plan(Layout(**sizes), hosts=data["hosts"], backend=data["backend"], uses_shm=data["uses_shm"])
-        except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+        except ConfigError:
+            raise
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ConfigError(f"not the JSON of a plan ({type(error).__name__}: {error}); plan.to_json() writes it") from error
 
     def to_svg(self) -> str:

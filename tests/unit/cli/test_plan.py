@@ -115,6 +115,7 @@ def test_one_plan_as_text(capsys: Capture) -> None:
         ("plan a b", "cannot read 'a b'; write PLAN, or PLAN diff PLAN"),
         ("plan nothing.json", "'nothing.json' is no file, and no settings"),
         ("plan tp=two", "tp='two'"),
+        ("plan tp=2,pp=2,tp=4", "'tp=2,pp=2,tp=4' gives tp twice"),
         ("plan xp=2", "xp=2: ParallelConfig has no setting 'xp'"),
     ],
 )
@@ -125,6 +126,8 @@ def test_bad_input_is_one_line_and_exit_code_2(capsys: Capture, arguments: str, 
 def test_a_file_that_is_not_json(capsys: Capture, tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text("{")
     assert "is not JSON" in fail(capsys, "plan", str(tmp_path / "a.json"))
+    (tmp_path / "a.json").write_bytes(b"\xff")
+    assert "is no text file" in fail(capsys, "plan", str(tmp_path / "a.json"))
 
 
 def test_a_file_that_cannot_be_written_is_exit_code_1(capsys: Capture, tmp_path: Path) -> None:

@@ -129,6 +129,13 @@ def test_json_that_is_no_plan_is_refused(text: str) -> None:
         Plan.from_json(text)
 
 
+def test_json_with_an_impossible_range_is_refused() -> None:
+    data = json.loads(eight().to_json())
+    data["layout"]["ranks"] = [0, 8, 0]
+    with pytest.raises(ConfigError, match="not the JSON of a plan"):
+        Plan.from_json(json.dumps(data))
+
+
 def test_json_with_impossible_sizes_is_refused() -> None:
     text = eight().to_json().replace('"tp": 2', '"tp": 3')
     with pytest.raises(ConfigError, match="12"):
