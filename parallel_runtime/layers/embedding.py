@@ -99,7 +99,8 @@ class VocabParallelEmbedding(_VocabularyShard):
             ``(*ids_T.shape, D)``, equal on every member and to the lookup in the full weight.
 
         Raises:
-            ArgumentError: An id is outside the vocabulary; raised on every member, before anything is sent.
+            ArgumentError: An id is outside the vocabulary; raised on every member, before anything is sent. Looking costs a
+                synchronisation where ids are on a GPU.
 
         Collective: one all_reduce of the result; all members, same order.
         """
