@@ -6,7 +6,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from parallel_runtime.errors import CheckpointError
+from parallel_runtime.errors import CheckpointError, ContextStateError
 from parallel_runtime.layers.sources import TensorSource
 from parallel_runtime.models.config import LlamaConfig
 
@@ -20,8 +20,10 @@ class Checkpoint(ABC):
         path: The file or directory.
         config: What the model looks like.
         names: Of every tensor in it.
+        is_open: Whether tensors can be read.
     """
 
+    is_open = True
     path: Path
     config: LlamaConfig
     names: frozenset[str]
@@ -38,7 +40,10 @@ class Checkpoint(ABC):
 
         Raises:
             CheckpointError: There is none of that name, or it has another shape.
+            ContextStateError: The checkpoint is closed.
         """
+        if not self.is_open:
+            raise ContextStateError(f"{self.path} is closed; read its tensors inside the with statement")
         if name not in self.names:
             raise CheckpointError(f"{self.path}: no tensor {name!r} among the {len(self.names)} it has")
         source = self._open(name)

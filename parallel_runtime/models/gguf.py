@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from parallel_runtime.errors import CheckpointError
+from parallel_runtime.errors import CheckpointError, ContextStateError
 
 __all__ = ["GgufArray", "GgufFile", "GgufTensor", "GgufValue"]
 
@@ -55,6 +55,7 @@ class GgufArray:
 
         Raises:
             CheckpointError: It holds something else.
+            ContextStateError: The file is closed.
         """
         if self._kind not in _SCALARS:
             raise CheckpointError(f"{self._reader.path}: expected an array of numbers, found one of type {self._kind}")
@@ -67,6 +68,7 @@ class GgufArray:
 
         Raises:
             CheckpointError: It holds something else, or text that is not UTF-8.
+            ContextStateError: The file is closed.
         """
         if self._kind != _STRING:
             raise CheckpointError(f"{self._reader.path}: expected an array of strings, found one of type {self._kind}")
@@ -164,7 +166,9 @@ class GgufFile:
 
         Raises:
             CheckpointError: Its type needs a package that is not installed, or is not known.
+            ContextStateError: The file is closed.
         """
+        _check_open(self.path, self._map)
         tensor = self.tensors[name]
         first, last = columns.start // tensor.block, -(-columns.stop // tensor.block)
         raw = np.frombuffer(
@@ -227,6 +231,7 @@ class _Cursor:
         return self._data[start : self.position]
 
     def skip(self, count: int) -> None:
+        _check_open(self.path, self._data)
         if self.position + count > len(self._data):
             raise CheckpointError(
                 f"{self.path}: {count} bytes wanted at byte {self.position}, but the file has {len(self._data)}; "
@@ -261,6 +266,11 @@ def _map_file(path: Path) -> mmap.mmap:
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except (OSError, ValueError) as exc:  # ValueError: an empty file cannot be mapped
         raise CheckpointError(f"{path}: cannot be opened as a GGUF file: {exc}") from exc
+
+
+def _check_open(path: Path, data: mmap.mmap) -> None:
+    if data.closed:
+        raise ContextStateError(f"{path} is closed; read it while it is open")
 
 
 def _read_header(cursor: _Cursor) -> tuple[int, int]:

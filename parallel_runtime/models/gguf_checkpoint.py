@@ -82,6 +82,7 @@ class GgufCheckpoint(Checkpoint):
         return _GgufSource(self.file, tensor, self.config.head_dim if rotary else None)
 
     def close(self) -> None:
+        self.is_open = False
         self.file.close()
 
 

@@ -69,6 +69,7 @@ class SafetensorsCheckpoint(Checkpoint):
         return _Slice(self._handles[name].get_slice(name))
 
     def close(self) -> None:
+        self.is_open = False
         self._stack.close()
 
 

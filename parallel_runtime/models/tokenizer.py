@@ -194,6 +194,7 @@ def load_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
 
     Raises:
         CheckpointError: There is none, it is of a kind that is not implemented, or tokenizers is not installed.
+        ContextStateError: The checkpoint is closed.
     """
     try:
         import tokenizers

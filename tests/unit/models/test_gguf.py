@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from parallel_runtime.errors import CheckpointError
+from parallel_runtime.errors import CheckpointError, ContextStateError
 from parallel_runtime.models.gguf import GgufArray, GgufFile
 
 KINDS = ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"]
@@ -103,6 +103,12 @@ def test_what_was_read_outlives_the_file(sample: Path) -> None:
     file.close()
     file.close()
     assert all(bool(values.isfinite().all()) for values in read)
+    with pytest.raises(ContextStateError, match=r"sample\.gguf is closed; read it while it is open"):
+        file.read("F32", range(6), range(96))
+    texts = file.metadata["a.texts"]
+    assert isinstance(texts, GgufArray)
+    with pytest.raises(ContextStateError, match=r"sample\.gguf is closed"):
+        texts.strings()
 
 
 def test_a_file_cut_anywhere_is_refused(sample: Path, tmp_path: Path) -> None:

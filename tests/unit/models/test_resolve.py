@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from parallel_runtime.errors import CheckpointError
+from parallel_runtime.errors import CheckpointError, ContextStateError
 from parallel_runtime.models import open_checkpoint, resolve_model
 from parallel_runtime.testing.checkpoints import tiny_llama_config, write_gguf_checkpoint, write_safetensors_checkpoint
 
@@ -21,6 +21,11 @@ def test_a_path_decides_the_format(tmp_path: Path) -> None:
         assert resolve_model(str(path)) == path
         with open_checkpoint(path) as checkpoint:
             assert checkpoint.config.vocab_size == config.vocab_size
+            norm = checkpoint.tensor("model.norm.weight")[:]
+        assert norm.shape == (32,)
+        checkpoint.close()
+        with pytest.raises(ContextStateError, match="is closed; read its tensors inside the with statement"):
+            checkpoint.tensor("model.norm.weight")
 
 
 def test_nothing_at_the_path_is_named() -> None:
