@@ -10,6 +10,7 @@ from typing import TypeAlias, final
 
 from parallel_runtime.errors import ArgumentError, ConfigError
 from parallel_runtime.terms import Rank
+from parallel_runtime.topology.sizes import divisors, join_sizes, nearest
 
 __all__ = ["HostMap", "Hosts", "place_ranks"]
 
@@ -158,10 +159,8 @@ def place_ranks(ranks: Sequence[int], hosts: Hosts | None = None) -> HostMap:
         return _place_blocks(ranks, hosts)
     if isinstance(hosts, Mapping):
         return _place_table(ranks, {name: tuple(members) for name, members in hosts.items()})
-    if isinstance(hosts, str):
-        raise ConfigError(
-            f"hosts={hosts!r} is one text; give a number of hosts, a host name for each rank, or ranks by host name"
-        )
+    if isinstance(hosts, str) or not isinstance(hosts, Sequence):
+        raise ConfigError(f"hosts={hosts!r}: give a number of hosts, a host name for each rank, or ranks by host name")
     if len(hosts) != len(ranks):
         raise ConfigError(f"{len(hosts)} host names for {len(ranks)} ranks; give one name for each rank, in ascending rank order")
     table: dict[str, list[Rank]] = {}
@@ -176,14 +175,11 @@ def _place_blocks(ranks: Sequence[int], num_hosts: int) -> HostMap:
     world_size = len(ranks)
     if world_size % num_hosts:
         per_host, extra = divmod(world_size, num_hosts)
-        fits = [count for count in range(1, world_size + 1) if world_size % count == 0] if world_size <= 4096 else []
-        near = sorted(sorted(fits, key=lambda count: abs(count - num_hosts))[:4])
-        filled = [per_host + (host < extra) for host in range(num_hosts)]
+        filled = _show(f"host{host}: {per_host + (host < extra)}" for host in range(min(num_hosts, _SHOWN)))
         raise ConfigError(
             f"{world_size} ranks do not divide over hosts={num_hosts}: {world_size} = {num_hosts}*{per_host} + {extra}, "
-            f"so the hosts would hold {_show(f'host{host}: {count}' for host, count in enumerate(filled[:_SHOWN]))}"
-            f"{' ...' if num_hosts > _SHOWN else ''} ranks. Use hosts={' or '.join(map(str, near)) or 'a divisor'}, "
-            f"or list the ranks of every host"
+            f"so the hosts would hold {filled}{' ...' if num_hosts > _SHOWN else ''} ranks. "
+            f"Nearest hosts that work: {join_sizes(nearest(divisors(world_size), num_hosts))}; or list the ranks of every host"
         )
     if isinstance(ranks, range) and ranks.step > 0:
         return HostMap(num_hosts, ranks, {})

@@ -62,9 +62,11 @@ def test_a_big_world_is_not_listed() -> None:
         (True, r"hosts=True must be 1 or more"),
         (
             4,
-            r"6 ranks .* hosts=4: 6 = 4\*1 \+ 2.*host0: 2, host1: 2, host2: 1, host3: 1 ranks.*Use hosts=1 or 2 or 3 or 6",
+            r"6 ranks .* hosts=4: 6 = 4\*1 \+ 2.*host0: 2, host1: 2, host2: 1, host3: 1 ranks.*that work: .*3.*6",
         ),
-        ("a,b", r"hosts='a,b' is one text"),
+        ("a,b", r"hosts='a,b': give a number of hosts, a host name for each rank, or"),
+        (2.0, r"hosts=2\.0: give a number of hosts"),
+        (10**15, r"host7: 0 \.\.\. ranks"),
         (["a", "b"], r"2 host names for 6 ranks"),
         ({"a": [0, 1, 2], "b": [3, 4]}, r"5 is on no host \(a: 0, 1, 2; b: 3, 4\)"),
         ({"a": [0, 1, 2], "b": [2, 3, 4, 5]}, r"2 is on two places"),
