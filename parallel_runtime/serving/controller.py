@@ -22,7 +22,7 @@ from parallel_runtime.serving.messages import (
     Shutdown,
     StepOutput,
     Submit,
-    decode,
+    decode_leader,
     encode,
 )
 
@@ -258,7 +258,7 @@ class DataParallelController:
     def _drain(self, link: Connection, dp_rank: int) -> None:
         try:
             while link.poll():
-                self._handle(decode(link.recv_bytes(), LeaderMessage), dp_rank)  # type: ignore[arg-type]  # a union is a form
+                self._handle(decode_leader(link.recv_bytes()), dp_rank)
         except (EOFError, OSError):
             self._open.discard(dp_rank)
 

@@ -16,7 +16,7 @@ from parallel_runtime.serving.messages import (
     Step,
     StepOutput,
     Submit,
-    decode,
+    decode_front,
     encode,
 )
 from parallel_runtime.serving.policy import SchedulingPolicy
@@ -83,7 +83,7 @@ class LeaderDesk:
     def _read(self, wait_s: float) -> Iterator[FrontMessage]:
         try:
             while not self._is_front_gone and self._link.poll(wait_s):
-                yield decode(self._link.recv_bytes(), FrontMessage)  # type: ignore[arg-type]  # a union is a form, not a class
+                yield decode_front(self._link.recv_bytes())
                 wait_s = 0.0
         except (EOFError, OSError):
             self._is_front_gone = True

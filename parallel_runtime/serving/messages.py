@@ -4,9 +4,11 @@ Front process to a leader: ``Submit``, ``Abort``, ``Shutdown``. Leader to the fr
 ``Rejected``. Leader to the other ranks of its replica: one ``Step`` per turn of the loop.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import StrEnum
 from math import isfinite
-from typing import TypeAlias, TypeVar
+from typing import TypeAlias
 
 import msgspec
 
@@ -25,7 +27,8 @@ __all__ = [
     "Step",
     "StepOutput",
     "Submit",
-    "decode",
+    "decode_front",
+    "decode_leader",
     "encode",
 ]
 
@@ -199,8 +202,6 @@ FrontMessage: TypeAlias = Submit | Abort | Shutdown
 LeaderMessage: TypeAlias = Ready | StepOutput | Rejected
 """What the front process receives."""
 
-_MessageT = TypeVar("_MessageT")
-
 
 def encode(message: msgspec.Struct) -> bytes:
     """Encode a message.
@@ -214,12 +215,11 @@ def encode(message: msgspec.Struct) -> bytes:
     return msgspec.msgpack.encode(message)
 
 
-def decode(payload: bytes | memoryview, kind: type[_MessageT]) -> _MessageT:
-    """Decode and validate a message.
+def decode_front(payload: bytes) -> FrontMessage:
+    """Decode and validate what a leader received.
 
     Args:
         payload: Bytes that ``encode`` made.
-        kind: The message type, or a union of them, that is expected here.
 
     Returns:
         The message.
@@ -227,8 +227,32 @@ def decode(payload: bytes | memoryview, kind: type[_MessageT]) -> _MessageT:
     Raises:
         SerializationError: The bytes are not such a message.
     """
+    with _translated(payload):
+        message: FrontMessage = msgspec.msgpack.decode(payload, type=FrontMessage)
+    return message
+
+
+def decode_leader(payload: bytes) -> LeaderMessage:
+    """Decode and validate what the front process received.
+
+    Args:
+        payload: Bytes that ``encode`` made.
+
+    Returns:
+        The message.
+
+    Raises:
+        SerializationError: The bytes are not such a message.
+    """
+    with _translated(payload):
+        message: LeaderMessage = msgspec.msgpack.decode(payload, type=LeaderMessage)
+    return message
+
+
+@contextmanager
+def _translated(payload: bytes) -> Iterator[None]:
     try:
-        return msgspec.msgpack.decode(payload, type=kind)
+        yield
     except msgspec.DecodeError as exc:
         raise SerializationError(f"{len(payload)} bytes are not the message expected here: {exc}") from exc
 

@@ -197,6 +197,11 @@ class SchedulingPolicy:
         return len(self._under_way)
 
     @property
+    def has_work(self) -> bool:
+        """Whether a request waits, or runs and is in no batch under way."""
+        return bool(self._waiting) or any(not entry.is_in_flight for entry in self._running)
+
+    @property
     def alive(self) -> tuple[str, ...]:
         """Names of the requests that wait or run, in order of arrival."""
         return tuple(self._entries)

@@ -2,18 +2,20 @@
 
 All that decides anything reaches the ranks in ``Step`` messages from the leader: requests, aborts, tokens of the last batch. A
 rank has no clock and no source of requests of its own, so batches are equal everywhere by construction. Results leave from the
-leader only. While there is nothing to do the leader sleeps on its link and the others sleep in the receive of the next step; an
-empty step well within the control deadline tells them that the leader lives.
+leader only. With several stages as many batches are under way: the leader asks for a result only when nothing more can start.
+While there is nothing to do the leader sleeps on its link and the others sleep in the receive of the next step; an empty step
+well within the control deadline tells them that the leader lives.
 """
 
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import final
 
+from parallel_runtime.comm import Channel, GroupCoordinator
 from parallel_runtime.context import ParallelContext
 from parallel_runtime.errors import ArgumentError
 from parallel_runtime.serving.leader import LeaderDesk
-from parallel_runtime.serving.messages import FinishReason, Ready, Step, StepOutput, decode, encode
+from parallel_runtime.serving.messages import FinishReason, Ready, Step, StepOutput
 from parallel_runtime.serving.policy import Batch, SchedulingPolicy
 from parallel_runtime.serving.worker import TpModelWorker
 
@@ -55,9 +57,10 @@ class Scheduler:
         self._worker = worker
         self._observer = observer
         self._desk = None if link is None else LeaderDesk(link, self.policy, vocab_size=worker.vocab_size)
-        self._heartbeat_s = ctx.config.deadlines.control_s / _HEARTBEATS_PER_DEADLINE
+        self._control_s = ctx.config.deadlines.control_s
         self._dp_rank = ctx.coordinate.dp
-        self._sampled: tuple[int, ...] | None = None
+        self._is_starved = False
+        self._steps = _open_steps(worker.replica)
 
     def run(self) -> None:
         """Serve until the front process says so, or is gone.
@@ -72,6 +75,10 @@ class Scheduler:
             self._take(step)
             self._compute()
         self._take(step)
+        if self._desk is not None:
+            for _ in range(self.policy.num_under_way):
+                self._worker.finish()
+        self._worker.replica.barrier()  # nobody leaves while a peer still takes what it sent
 
     def _say_ready(self) -> None:
         ranks = self._worker.replica.all_gather_object(self._worker.describe())
@@ -89,12 +96,18 @@ class Scheduler:
 
     def _next_step(self) -> Step:
         if self._desk is None:
-            return decode(self._worker.replica.broadcast_object(b"", src=0), Step)
-        is_idle = self._sampled is None and self.policy.is_idle
-        step = self._desk.collect(self._sampled, wait_s=self._heartbeat_s if is_idle else 0.0)
-        self._sampled = None
-        self._worker.replica.broadcast_object(encode(step), src=0)
+            return self._steps[0].recv(timeout_s=self._control_s)
+        wait_s = self._control_s / _HEARTBEATS_PER_DEADLINE if self.policy.is_idle else 0.0
+        step = self._desk.collect(self._worker.finish() if self._must_finish() else None, wait_s=wait_s)
+        for line in self._steps:
+            line.send(step)
         return step
+
+    def _must_finish(self) -> bool:
+        """Whether nothing more can start before the oldest batch under way is complete."""
+        policy = self.policy
+        is_full = policy.num_under_way == policy.limits.num_slots
+        return policy.num_under_way > 0 and (is_full or self._is_starved or not policy.has_work)
 
     def _take(self, step: Step) -> None:
         outputs = [] if step.sampled is None else self.policy.complete(step.sampled)
@@ -109,8 +122,15 @@ class Scheduler:
 
     def _compute(self) -> None:
         batch = self.policy.schedule()
+        self._is_starved = not batch.chunks
         if not batch.chunks:
             return
         if self._observer is not None:
             self._observer(batch)
-        self._sampled = self._worker.forward(batch)
+        self._worker.start(batch)
+
+
+def _open_steps(replica: GroupCoordinator) -> list[Channel[Step]]:
+    """One line from the leader to each other rank; a rank that computes does not hold up the leader's next step."""
+    peers = range(1, replica.world_size) if replica.is_first_rank else (0,)
+    return [replica.channel("steps", Step, peer=peer) for peer in peers]

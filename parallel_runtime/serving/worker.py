@@ -5,17 +5,17 @@ Legend: T tokens of a batch, D hidden size.
 
 import os
 import secrets
+from collections import deque
 from pathlib import Path
 from typing import final
 
-import msgspec
 import torch
 from torch import Tensor
 
-from parallel_runtime.comm import GroupCoordinator
+from parallel_runtime.comm import Channel, GroupCoordinator, SendHandle
 from parallel_runtime.config.parallel_config import ParallelConfig
 from parallel_runtime.context import ParallelContext
-from parallel_runtime.errors import ConfigError
+from parallel_runtime.errors import ArgumentError, ConfigError
 from parallel_runtime.models.llama import load_llama
 from parallel_runtime.models.resolve import open_checkpoint
 from parallel_runtime.serving.blocks import blocks_for
@@ -87,6 +87,8 @@ class TpModelWorker:
         self.limits = self._agree_limits(config, loaded.config.max_positions)
         self.runner.open_cache(self.limits.num_blocks, device=ctx.device)
         self.seed = self._agree_seed(config.seed)
+        self._done: deque[tuple[int, ...]] = deque()
+        self._tokens = self._open_tokens()
 
     @property
     def is_leader(self) -> bool:
@@ -94,7 +96,7 @@ class TpModelWorker:
         return self.replica.is_first_rank
 
     def forward(self, batch: Batch) -> tuple[int, ...] | None:
-        """Run one batch through every stage and choose its tokens.
+        """Run one batch through every stage and choose its tokens: ``start``, and ``finish`` on the leader.
 
         Args:
             batch: At least one chunk; equal on every rank of the replica.
@@ -105,25 +107,50 @@ class TpModelWorker:
         Raises:
             PeerError: A rank of the replica failed or left.
 
+        Collective: as ``start``.
+        """
+        self.start(batch)
+        return self.finish() if self.is_leader else None
+
+    def start(self, batch: Batch) -> None:
+        """Do this rank's part of one batch. Earlier stages are done before later ones, and may start the next batch meanwhile.
+
+        Args:
+            batch: At least one chunk; equal on every rank of the replica.
+
+        Raises:
+            PeerError: A rank of the replica failed or left.
+
         Collective: those of the model on each stage; hidden states from stage to stage, tokens from the last one to the leader.
         """
-        pp, tp = self._ctx.pp, self._ctx.tp
-        hidden_TD = self.run_stages(batch)
-        tokens: tuple[int, ...] | None = None
-        if pp.is_last_rank:
-            tokens = self.runner.sample(batch, hidden_TD, base_seed=self.seed)
-        if not tp.is_first_rank:
-            return None
-        if pp.world_size == 1:
-            return tokens
-        if pp.is_last_rank:
-            pp.send_object(list(tokens or ()), dst=0)
-        elif pp.is_first_rank:
-            return msgspec.convert(pp.recv_object(src=pp.world_size - 1), tuple[int, ...])
-        return None
+        pp = self._ctx.pp
+        hidden_TD, _ = self._run_stage(batch)
+        if not pp.is_last_rank:
+            return
+        tokens = self.runner.sample(batch, hidden_TD, base_seed=self.seed)
+        if self._tokens is not None and not self.is_leader:
+            self._tokens.send(tokens)
+        elif self.is_leader:
+            self._done.append(tokens)
+
+    def finish(self) -> tuple[int, ...]:
+        """Wait for the oldest batch that was started; on the leader alone.
+
+        Returns:
+            The token of each of its ``sampled``.
+
+        Raises:
+            ArgumentError: This rank does not lead its replica, or no batch is under way.
+            PeerError: A rank of the replica failed or left.
+        """
+        if self._tokens is not None and self.is_leader:
+            return self._tokens.recv(timeout_s=self._ctx.config.deadlines.control_s)
+        if not self._done:
+            raise ArgumentError("finish takes the result of a batch that was started, on the leader of the replica alone")
+        return self._done.popleft()
 
     def run_stages(self, batch: Batch) -> Tensor:
-        """Run one batch through the layers of every stage, without choosing tokens.
+        """Run one batch through the layers of every stage, without choosing tokens. Returns once the next stage has its input.
 
         Args:
             batch: At least one chunk; equal on every rank of the replica.
@@ -136,11 +163,9 @@ class TpModelWorker:
 
         Collective: those of the model on each stage; hidden states from stage to stage.
         """
-        pp = self._ctx.pp
-        hidden_TD = None if pp.is_first_rank else pp.recv(src=pp.rank_in_group - 1)
-        hidden_TD = self.runner.forward(batch, hidden_TD)
-        if not pp.is_last_rank:
-            pp.send(hidden_TD, dst=pp.rank_in_group + 1)
+        hidden_TD, handover = self._run_stage(batch)
+        if handover is not None:
+            handover.wait()
         return hidden_TD
 
     def describe(self) -> str:
@@ -151,6 +176,13 @@ class TpModelWorker:
         what = f"layers {layers.start}-{layers.stop - 1}, {model.num_query_heads} query and {model.num_kv_heads} KV heads"
         groups = "; ".join(group.describe() for group in (ctx.tp, ctx.pp) if group.world_size > 1)
         return f"rank {ctx.rank}: {where}; {what}; {groups or 'no groups'}"
+
+    def _run_stage(self, batch: Batch) -> tuple[Tensor, SendHandle | None]:
+        """This stage's part, and its sending to the next one; the group keeps what it needs even where nobody waits."""
+        pp = self._ctx.pp
+        hidden_TD = self.runner.forward(batch, None if pp.is_first_rank else pp.recv(src=pp.rank_in_group - 1))
+        handover = None if pp.is_last_rank else pp.isend(hidden_TD, dst=pp.rank_in_group + 1, copy=False)
+        return hidden_TD, handover
 
     def _agree_limits(self, config: ServingConfig, context_length: int) -> PolicyLimits:
         longest = min(config.max_request_tokens or context_length, context_length)
@@ -173,7 +205,15 @@ class TpModelWorker:
             max_batch_requests=at_once,
             max_waiting=config.max_waiting,
             max_request_tokens=longest,
+            num_slots=self._ctx.pp.world_size,
         )
+
+    def _open_tokens(self) -> Channel[tuple[int, ...]] | None:
+        """The way of the tokens from the last stage to the leader; between two ranks, where they are not the same."""
+        pp, tp = self._ctx.pp, self._ctx.tp
+        if pp.world_size == 1 or not tp.is_first_rank or not (pp.is_first_rank or pp.is_last_rank):
+            return None
+        return pp.channel("tokens", tuple[int, ...], peer=pp.world_size - 1 if pp.is_first_rank else 0)
 
     def _agree_seed(self, seed: int | None) -> int:
         if seed is None:

@@ -1,5 +1,6 @@
 """B020: different answers for tp=1 and tp>1."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -28,7 +29,7 @@ def prompt_logits(model: Path, parallel: ParallelConfig) -> Tensor:
 
     def run(ctx: ParallelContext) -> Tensor | None:
         worker = TpModelWorker(ctx, model=model)
-        policy = SchedulingPolicy(worker.limits)
+        policy = SchedulingPolicy(replace(worker.limits, num_slots=1))  # everything in one batch
         for index, prompt in enumerate(PROMPTS):
             policy.add(Request(request_id=str(index), prompt=prompt, sampling=SamplingParams()))
         hidden = worker.run_stages(policy.schedule())

@@ -1,12 +1,16 @@
 """B066: an abort misses requests that are not in the current batch."""
 
 from collections.abc import Iterator
+from multiprocessing import Pipe
 from pathlib import Path
 
 import pytest
 
 from parallel_runtime.config import ParallelConfig
-from parallel_runtime.serving import Engine, FinishReason, SamplingParams, ServingConfig
+from parallel_runtime.context import ParallelContext
+from parallel_runtime.launch import run_threads
+from parallel_runtime.serving import Batch, Engine, FinishReason, Request, SamplingParams, Scheduler, ServingConfig, TpModelWorker
+from parallel_runtime.serving.messages import Abort, Shutdown, StepOutput, Submit, decode_leader, encode
 from tests.spmd.tiny_models import PROMPTS, greedy_reference, write_tiny_model
 
 pytestmark = pytest.mark.timeout(30)
@@ -39,6 +43,43 @@ def test_b066_one_of_two_ends_and_the_other_completes(engine: Engine, model: Pat
     assert tuple(made[0]) == greedy_reference(model, [PROMPTS[1]], 50)[0]
     assert 3 <= len(made[1]) < 50
     fill_everything(engine)
+
+
+def test_b066_abort_of_what_is_in_the_other_slot(model: Path) -> None:
+    """A and B take turns on two stages; the abort of B is sent while a batch with A runs."""
+
+    def run(ctx: ParallelContext) -> tuple[list[list[str]], int, list[int]]:
+        front, link = Pipe()
+        batches: list[list[str]] = []
+        worker = TpModelWorker(ctx, model=model, config=ServingConfig(kv_cache_tokens=256))
+
+        def observe(batch: Batch) -> None:
+            batches.append([chunk.request_id for chunk in batch.chunks])
+            if worker.is_leader and len(batches) == 9:
+                front.send_bytes(encode(Abort("B")))
+            if worker.is_leader and len(batches) == 30:
+                front.send_bytes(encode(Shutdown()))
+
+        for name, prompt in (("A", PROMPTS[1]), ("B", PROMPTS[3])):
+            request = Request(request_id=name, prompt=prompt, sampling=LONG)
+            front.send_bytes(encode(Submit(request)))
+        with front, link:
+            scheduler = Scheduler(ctx, worker, link=link if worker.is_leader else None, observer=observe)
+            scheduler.run()
+            tokens: list[int] = []
+            while worker.is_leader and front.poll():
+                told = decode_leader(front.recv_bytes())
+                if isinstance(told, StepOutput) and told.request_id == "A":
+                    tokens.extend(told.token_ids)
+        return batches, scheduler.policy.num_free_blocks, tokens
+
+    (batches, free, tokens), (others, also_free, _) = run_threads(run, ParallelConfig(pp=2))
+    assert batches == others
+    assert batches[:9] == [["A"], ["B"]] * 4 + [["A"]]
+    assert all(batch == ["A"] for batch in batches[10:])
+    assert free == also_free == 16
+    assert tuple(tokens) == greedy_reference(model, [PROMPTS[1]], len(tokens))[0]
+    assert len(tokens) > 20
 
 
 def test_b066_abort_of_a_prompt_that_waits_or_is_half_computed(engine: Engine) -> None:

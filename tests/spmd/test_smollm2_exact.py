@@ -1,7 +1,7 @@
 """SmolLM2 on many layouts: greedy tokens identical to ``transformers`` on the same dequantised float32 weights."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -106,7 +106,7 @@ def test_logits_are_close_to_transformers(
 
     def run(ctx: ParallelContext) -> list[Tensor] | None:
         worker = TpModelWorker(ctx, model="smollm2", config=ServingConfig(kv_cache_tokens=1024))
-        policy = SchedulingPolicy(worker.limits)
+        policy = SchedulingPolicy(replace(worker.limits, num_slots=1))  # everything in one batch
         for index, prompt in enumerate(reference.prompts):
             policy.add(Request(request_id=str(index), prompt=prompt, sampling=SamplingParams()))
         batch: Batch = policy.schedule()

@@ -25,7 +25,7 @@ from parallel_runtime.serving.messages import (
     Shutdown,
     StepOutput,
     Submit,
-    decode,
+    decode_front,
     encode,
 )
 
@@ -49,7 +49,7 @@ class Stage:
     def heard(self, dp_rank: int) -> list[FrontMessage]:
         heard: list[FrontMessage] = []
         while self.leaders[dp_rank].poll():
-            heard.append(decode(self.leaders[dp_rank].recv_bytes(), FrontMessage))  # type: ignore[arg-type]  # a union is a form
+            heard.append(decode_front(self.leaders[dp_rank].recv_bytes()))
         return heard
 
     def say(self, dp_rank: int, *messages: LeaderMessage) -> None:

@@ -21,7 +21,7 @@ from parallel_runtime.serving.messages import (
     Step,
     StepOutput,
     Submit,
-    decode,
+    decode_leader,
     encode,
 )
 from parallel_runtime.serving.policy import PolicyLimits, SchedulingPolicy
@@ -44,7 +44,7 @@ class Office:
     def heard(self) -> list[LeaderMessage]:
         heard: list[LeaderMessage] = []
         while self.front.poll():
-            heard.append(decode(self.front.recv_bytes(), LeaderMessage))  # type: ignore[arg-type]  # a union is a form
+            heard.append(decode_leader(self.front.recv_bytes()))
         return heard
 
 
