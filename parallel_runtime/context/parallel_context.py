@@ -365,7 +365,8 @@ class ParallelContext:
             self._store = point.store
         member = Member.of_this_process(self.rank, config.agreed_settings())
         attempt = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        meeting = join_world(self._store, member, ranks, timeout_s=join_s, attempt=attempt)
+        is_whole = len(ranks) == self.identity.world_size
+        meeting = join_world(self._store, member, ranks, timeout_s=join_s, is_whole=is_whole, attempt=attempt)
         stack.push(_Departure(meeting, serves_store=point.server is not None, exit_s=config.deadlines.exit_s))
         return meeting
 

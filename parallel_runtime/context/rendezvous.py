@@ -170,7 +170,9 @@ def new_uid() -> str:
     return uuid.uuid4().hex[:12]
 
 
-def join_world(store: Store, member: Member, ranks: Sequence[int], *, timeout_s: float, attempt: str = "0") -> Meeting:
+def join_world(
+    store: Store, member: Member, ranks: Sequence[int], *, timeout_s: float, is_whole: bool = True, attempt: str = "0"
+) -> Meeting:
     """Meet the other ranks and agree that all mean the same world.
 
     Args:
@@ -178,6 +180,8 @@ def join_world(store: Store, member: Member, ranks: Sequence[int], *, timeout_s:
         member: This rank's entry.
         ranks: Of the world, equal on every rank.
         timeout_s: Longest wait for the others, in seconds.
+        is_whole: Whether these are all ranks that were started. Such worlds meet in one place whatever their size, so that ranks
+            which were told different sizes find out.
         attempt: Separates the tries of a launcher that restarts its ranks and keeps its store.
 
     Returns:
@@ -189,7 +193,7 @@ def join_world(store: Store, member: Member, ranks: Sequence[int], *, timeout_s:
     Collective: all ranks; they only meet in the store.
     """
     deadline = time.monotonic() + timeout_s
-    scope = prefix_store(store, f"parallel_runtime/{attempt}/{_name_ranks(ranks)}")
+    scope = prefix_store(store, f"parallel_runtime/{attempt}/{'all' if is_whole else _name_ranks(ranks)}")
     try:
         number = scope.add(f"opened/{member.rank}", 1)
         room = prefix_store(scope, str(number))

@@ -124,7 +124,7 @@ def test_the_rank_that_serves_the_store_waits_until_the_others_have_left() -> No
             ctx.tp.barrier()
             if rank == 1:
                 assert ctx.store is not None
-                while not ctx.store.check(["parallel_runtime/0/0-1/1/left/0"]):
+                while not ctx.store.check(["parallel_runtime/0/all/1/left/0"]):
                     threading.Event().wait(0.01)
                 left.append(rank)
         left.append(10 + rank)

@@ -86,6 +86,34 @@ def test_a_difference_does_not_wait_for_the_deadline() -> None:
     assert texts(outcomes) == {"rank 1 on host a has pp=2 where rank 0 on host a has pp=1"}
 
 
+def test_ranks_that_were_told_different_sizes_find_out() -> None:
+    store = hash_store()
+    with ThreadPoolExecutor(2) as pool:
+        told = [
+            pool.submit(join_world, store, member(rank, dp=size), range(size), timeout_s=1000.0)
+            for rank, size in enumerate((2, 4))
+        ]
+        errors = [str(future.exception()) for future in told]
+    assert errors == ["rank 1 on host a has dp=4 where rank 0 on host a has dp=2"] * 2
+
+
+def test_worlds_of_a_part_of_the_ranks_do_not_disturb_each_other() -> None:
+    store = hash_store()
+
+    def join_both(rank: int) -> list[str]:
+        mine = range(2) if rank < 2 else range(2, 4)
+        return [
+            join_world(store, member(rank), ranks, timeout_s=10.0, is_whole=whole).uid
+            for ranks, whole in ((mine, False), (range(4), True), (mine, False))
+        ]
+
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(join_both, range(4)))
+    assert found[0] == found[1]
+    assert found[2] == found[3]
+    assert len({uid for uids_of_rank in found for uid in uids_of_rank}) == 5
+
+
 def test_every_setting_that_differs_is_named() -> None:
     odd = [member(0), member(1), member(2, tp=1, torch="2.12"), member(3, host="b", pp=3)]
     assert compare_members(odd) == (
