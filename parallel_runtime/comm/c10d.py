@@ -231,7 +231,7 @@ class C10dCommunicator(Communicator):
         text = str(exc).strip().splitlines()[0] if str(exc).strip() else type(exc).__name__
         error: PeerError
         if _TIMED_OUT.search(text):
-            error = PeerTimeoutError(f"waited {timeout_s:g} s for {whom}")
+            error = PeerTimeoutError(f"waited {timeout_s:.3g} s for {whom}")
         elif _LOST.search(text):
             error = PeerLostError(f"lost the connection to {whom} ({text})")
         else:

@@ -120,7 +120,7 @@ class GroupCore:
     def named(self, exc: PeerError, operation: str, tensor: Tensor | None, sequence: int) -> PeerError:
         """The same kind of error, with the group, the sequence number and the operation in its text."""
         what = describe(operation, None, ()) if tensor is None else describe(operation, tensor.dtype, tuple(tensor.shape))
-        return type(exc)(f"{self.name} seq {sequence} {what}: {exc} (group-local; ranks of {self.name}: {self.spec.ranks})")
+        return type(exc)(f"{self.name} seq {sequence} {what}: {exc} [members of {self.name}: ranks {self.spec.ranks}]")
 
     def member(self, value: int, word: str) -> int:
         """Check a group-local peer.

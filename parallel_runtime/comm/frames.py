@@ -7,6 +7,8 @@ from typing import Final, NamedTuple, final
 import torch
 from torch import Tensor
 
+from parallel_runtime.errors import SerializationError
+
 __all__ = ["FRAME_BYTES", "Frame", "Kind", "blank_frame", "bytes_of", "has_arrived", "pack_frame", "raw_tensor", "read_frame"]
 
 FRAME_BYTES: Final = 1024
@@ -69,9 +71,15 @@ def pack_frame(body: bytearray, *, kind: Kind = Kind.VALUE, sequence: int = 0, d
 
 
 def read_frame(tensor: Tensor) -> Frame:
-    """Read a frame that arrived."""
+    """Read a frame that arrived.
+
+    Raises:
+        SerializationError: It is no frame.
+    """
     data = bytes_of(tensor)
     kind, length, sequence, digest = _HEAD.unpack_from(data)
+    if kind not in tuple(Kind):
+        raise SerializationError(f"a message arrived damaged: its first byte is {kind}")
     inline = data[_HEAD.size : _HEAD.size + length] if length <= _INLINE_BYTES else None
     return Frame(Kind(kind), length, sequence, digest, inline)
 

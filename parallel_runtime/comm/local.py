@@ -115,16 +115,16 @@ class LocalHub:
         suspected = -1
         try:
             while not wait.ready():
-                self._raise_lost(wait)
                 stuck = self._all_stuck()
                 if stuck and suspected == self._progress:
                     self._condemn()
                 if wait.verdict:
                     raise CollectiveMismatchError(wait.verdict)
+                self._raise_lost(wait)
                 suspected = self._progress if stuck else -1
                 left_s = until - monotonic()
                 if left_s <= 0:
-                    raise PeerTimeoutError(f"waited {timeout_s:g} s for rank {_names(wait.absent())}; {self._table()}")
+                    raise PeerTimeoutError(f"waited {timeout_s:.3g} s for rank {_names(wait.absent())}; {self._table()}")
                 self._changed.wait(min(left_s, _SETTLE_S) if stuck else left_s)
         finally:
             self._waits.remove(wait)

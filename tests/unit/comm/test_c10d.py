@@ -1,0 +1,153 @@
+"""Groups straight from a store, the stores, and what gloo's errors become."""
+
+import gc
+import threading
+from datetime import timedelta
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+from parallel_runtime.comm import (
+    C10dCommunicator,
+    GroupCoordinator,
+    ReduceOp,
+    connect_store,
+    file_store,
+    gloo_device,
+    hash_store,
+    listen_store,
+    prefix_store,
+    wrap,
+)
+from parallel_runtime.errors import ArgumentError, PeerError, PeerLostError, PeerTimeoutError
+from tests.spmd.worlds import World
+
+
+def test_no_default_group_is_needed_or_made() -> None:
+    assert not dist.is_initialized()
+    World("gloo")(2, lambda group: group.barrier())
+    assert not dist.is_initialized()
+
+
+def test_members_and_backends_that_do_not_fit() -> None:
+    with pytest.raises(ArgumentError, match="member 0 of 1; a c10d group has at least 2"):
+        C10dCommunicator(hash_store(), "k", 0, 1)
+    with pytest.raises(ArgumentError, match="member 2 of 2"):
+        C10dCommunicator(hash_store(), "k", 2, 2)
+    with pytest.raises(ArgumentError, match="unknown backend 'smoke'; use gloo or nccl"):
+        C10dCommunicator(hash_store(), "k", 0, 2, backend="smoke")
+    if not dist.is_nccl_available():
+        with pytest.raises(ArgumentError, match="this build of torch has no nccl"):
+            C10dCommunicator(hash_store(), "k", 0, 2, backend="nccl")
+    with pytest.raises(ArgumentError, match=r"gloo cannot listen on 'no.such.host.invalid'"):
+        gloo_device("no.such.host.invalid")
+
+
+def test_a_member_that_never_comes() -> None:
+    with pytest.raises(PeerTimeoutError, match=r"waited 0.2 s for its other members"):
+        C10dCommunicator(hash_store(), "k", 0, 2, timeout_s=0.2)
+
+
+def test_a_timed_out_group_says_so_afterwards() -> None:
+    over = threading.Event()
+
+    def body(group: GroupCoordinator) -> None:
+        if group.is_last_rank:
+            assert over.wait(30)
+            return
+        with pytest.raises(PeerTimeoutError, match=r"g0-1 seq 1 all_reduce\(float32\[2\]\): waited 0.2 s for its peers"):
+            group.all_reduce(torch.ones(2), timeout_s=0.2)
+        with pytest.raises(PeerLostError, match=r"can no longer be used: waited 0.2 s for its peers"):
+            group.barrier()
+        over.set()
+
+    World("gloo")(2, body)
+
+
+def test_a_member_that_leaves_releases_the_others() -> None:
+    def body(group: GroupCoordinator) -> None:
+        if group.is_first_rank:
+            with pytest.raises(PeerLostError, match="lost the connection to its peers"):
+                group.barrier(timeout_s=60)
+
+    World("gloo")(2, body)
+
+
+def test_a_closed_communicator() -> None:
+    communicators: dict[int, C10dCommunicator] = {}
+    store = hash_store()
+
+    def make(rank: int) -> None:
+        communicators[rank] = C10dCommunicator(store, "k", rank, 2)
+
+    threads = [threading.Thread(target=make, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    for communicator in communicators.values():
+        communicator.close()
+        communicator.close()
+        with pytest.raises(PeerLostError, match="this communicator is closed"):
+            communicator.barrier(1)
+
+
+def test_what_gloo_raises_is_always_translated() -> None:
+    def body(group: GroupCoordinator) -> None:
+        communicator = group._core.communicator
+        with pytest.raises(PeerError, match="gloo failed while waiting for its peers: Invalid scalar type"):
+            communicator.all_reduce_(torch.ones(2, dtype=torch.uint16), ReduceOp.SUM, 5)
+
+    World("gloo")(2, body)
+
+
+def test_threads_and_descriptors_go_with_the_group() -> None:
+    process = psutil.Process()
+
+    def cost() -> tuple[int, int]:
+        gc.collect()
+        return process.num_threads(), process.num_fds()
+
+    World("gloo")(2, lambda group: group.barrier())
+    before = cost()
+    for _ in range(5):
+        World("gloo")(3, lambda group: group.barrier())
+    after = cost()
+    assert after[0] <= before[0] + 2
+    assert after[1] <= before[1] + 2
+
+
+def test_a_hosted_store_listens_where_it_was_told() -> None:
+    hosted = listen_store()
+    assert hosted.host == "127.0.0.1"
+    client = connect_store(hosted.host, hosted.port, timeout_s=10)
+    client.set("k", "v")
+    assert hosted.store.get("k") == b"v"
+    prefix_store(client, "a").set("k", "w")
+    assert client.get("a/k") == b"w"
+    addresses = {link.laddr.ip for link in psutil.Process().net_connections() if link.laddr.port == hosted.port}
+    assert addresses <= {"127.0.0.1", "::ffff:127.0.0.1"}
+    with pytest.raises(ArgumentError, match=rf"cannot listen on 127.0.0.1:{hosted.port}"):
+        listen_store(port=hosted.port)
+
+
+def test_no_store_answers() -> None:
+    hosted = listen_store()
+    port = hosted.port
+    del hosted
+    gc.collect()
+    with pytest.raises(PeerTimeoutError, match=rf"no store answered at 127.0.0.1:{port} within 0.3 s"):
+        connect_store("127.0.0.1", port, timeout_s=0.3)
+
+
+def test_other_stores(tmp_path: Path) -> None:
+    store = file_store(tmp_path / "store", 1)
+    store.set("k", "v")
+    assert store.get("k") == b"v"
+    assert wrap(store) is store
+    with pytest.raises(ArgumentError, match=r"expected a torch.distributed store, got dict"):
+        wrap({})
+    store.set_timeout(timedelta(seconds=1))

@@ -1,0 +1,154 @@
+"""Objects to bytes and back."""
+
+from enum import Enum
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from parallel_runtime.comm.codec import decode, decode_typed, dtype_named, encode, encode_typed, open_body
+from parallel_runtime.errors import SerializationError
+
+CPU = torch.device("cpu")
+SCALARS = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False)
+    | st.text()
+    | st.binary()
+    | st.complex_numbers(allow_nan=False)
+)
+HASHABLE = st.recursive(SCALARS, lambda inner: st.tuples(inner, inner) | st.frozensets(inner, max_size=2), max_leaves=4)
+VALUES: st.SearchStrategy[Any] = st.recursive(
+    SCALARS | st.sets(HASHABLE, max_size=3),
+    lambda inner: st.lists(inner, max_size=3) | st.tuples(inner, inner) | st.dictionaries(HASHABLE, inner, max_size=3),
+    max_leaves=10,
+)
+
+
+def there_and_back(value: object, *, keep_out: bool = True) -> Any:
+    encoded = encode(value, keep_out=keep_out)
+    body = open_body(encoded.body, CPU)
+    for target, source in zip(body.buffers, encoded.buffers, strict=True):
+        target.copy_(source)
+    return decode(body)
+
+
+def typed(value: Any) -> Any:
+    """``value`` with every type made visible, so that equality means the same kinds in the same order."""
+    if isinstance(value, list | tuple):
+        return type(value), [typed(item) for item in value]
+    if isinstance(value, dict):
+        return dict, [(typed(key), typed(item)) for key, item in value.items()]
+    return type(value), value
+
+
+@given(VALUES)
+def test_plain_data_comes_back_as_it_was(value: Any) -> None:
+    assert typed(there_and_back(value)) == typed(value)
+
+
+def test_tensors_of_any_kind() -> None:
+    shared = torch.randn(3, 2, requires_grad=True)
+    value = {
+        "shared": [shared, shared],
+        "view": torch.arange(12.0).view(3, 4)[:, 1::2],
+        "empty": torch.empty(0, 3),
+        "scalar": torch.tensor(3),
+        "fp8": torch.ones(2).to(torch.float8_e4m3fn),
+        "parameter": torch.nn.Parameter(torch.ones(2)),
+        "conjugate": torch.tensor([1 + 2j]).conj(),
+        "big": torch.randn(200, 200),
+    }
+    for keep_out in (True, False):
+        encoded = encode(value, keep_out=keep_out)
+        assert len(encoded.buffers) == (1 if keep_out else 0)
+        got = there_and_back(value, keep_out=keep_out)
+        assert got["shared"][0] is got["shared"][1]
+        assert type(got["parameter"]) is torch.Tensor
+        for key in ("view", "empty", "scalar", "parameter", "conjugate", "big"):
+            assert torch.equal(got[key], value[key].resolve_conj())  # type: ignore[attr-defined]
+            assert not got[key].requires_grad
+        assert got["fp8"].dtype is torch.float8_e4m3fn
+        assert torch.equal(got["shared"][0], shared.detach())
+
+
+def test_numpy_and_torch_values() -> None:
+    got = there_and_back(
+        [np.float32(1.5), np.bool_(True), np.arange(6).reshape(2, 3), torch.bfloat16, torch.Size([2, 3]), bytearray(b"x")]
+    )
+    assert [type(item) for item in got] == [np.float32, np.bool_, np.ndarray, torch.dtype, torch.Size, bytearray]
+    assert got[2].tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert got[3:] == [torch.bfloat16, torch.Size([2, 3]), bytearray(b"x")]
+
+
+class Colour(Enum):
+    RED = 1
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (lambda: 1, "builtins.function"),
+        ([object()], "builtins.object"),
+        ({"a": Colour.RED}, "Colour"),
+        (np.array([object()]), "numpy array of dtype object"),
+        ("\ud800", "no valid Unicode"),
+        (torch.ones(2).to_sparse(), "expected a strided tensor"),
+    ],
+)
+def test_what_cannot_travel_is_named(value: object, text: str) -> None:
+    with pytest.raises((SerializationError, ValueError), match=text):
+        encode(value)
+
+
+def test_what_contains_itself() -> None:
+    loop: list[object] = []
+    loop.append(loop)
+    with pytest.raises(SerializationError, match="nested too deeply, or contains itself"):
+        encode(loop)
+
+
+def test_pickle_only_where_both_ends_ask() -> None:
+    body = encode(Colour.RED, pickle=True).body
+    assert decode(open_body(body, CPU), pickle=True) is Colour.RED
+    with pytest.raises(SerializationError, match="receive it with pickle=True"):
+        decode(open_body(body, CPU))
+    with pytest.raises(SerializationError, match=r"cannot pickle an object of type builtins.function"):
+        encode(lambda: 1, pickle=True)
+
+
+def test_damage_is_told() -> None:
+    with pytest.raises(SerializationError, match="arrived damaged"):
+        open_body(bytearray(b"\xc1 no message"), CPU)
+    unknown = bytearray(msgspec.msgpack.encode((False, [("torch.nothing", [1], True, b"x")], None)))
+    with pytest.raises(SerializationError, match=r"unknown dtype torch\.nothing"):
+        open_body(unknown, CPU)
+    with pytest.raises(ValueError, match="unknown dtype ones"):
+        dtype_named("ones")
+    wrong = bytearray(msgspec.msgpack.encode((False, [], msgspec.msgpack.Ext(99, b"\x01"))))
+    with pytest.raises(SerializationError, match="cannot build the object that arrived"):
+        decode(open_body(wrong, CPU))
+
+
+class Job(msgspec.Struct):
+    """With a tensor inside."""
+
+    step: int
+    hidden: torch.Tensor
+
+
+def test_typed_values() -> None:
+    body = open_body(encode_typed(Job(3, torch.ones(2))).body, CPU)
+    got = decode_typed(body, Job)
+    assert got.step == 3
+    assert torch.equal(got.hidden, torch.ones(2))
+    with pytest.raises(SerializationError, match="what arrived is no"):
+        decode_typed(open_body(encode_typed({"step": "x"}).body, CPU), Job)
+    with pytest.raises(SerializationError, match="cannot encode"):
+        encode_typed(Job(2**70, torch.ones(1)))
