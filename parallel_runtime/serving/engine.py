@@ -97,6 +97,10 @@ class Engine:
         serving: How to serve.
         executor: Ranks as ``"processes"`` of this machine or as ``"threads"`` of this process, which suits tests.
 
+    Attributes:
+        parallel: Sizes of the world.
+        serving: How it serves.
+
     Raises:
         CheckpointError: There is no such model, or it cannot be read.
         ConfigError: The model cannot be cut or served like this; nothing was started.

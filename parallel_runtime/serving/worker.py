@@ -65,7 +65,7 @@ class TpModelWorker:
         CheckpointError: There is no such model, or it cannot be read.
         ConfigError: The model cannot be split like this, ``check_servable`` refuses, or not one block of KV cache fits.
 
-    Collective: two small messages over the replica; all of its ranks.
+    Collective: opening the replica's group, then two small messages over it; all of its ranks.
     """
 
     def __init__(self, ctx: ParallelContext, *, model: str | Path, config: ServingConfig | None = None) -> None:

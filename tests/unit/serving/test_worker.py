@@ -20,6 +20,7 @@ from parallel_runtime.serving import (
     ServingConfig,
     TpModelWorker,
 )
+from parallel_runtime.serving.memory import available_bytes
 from parallel_runtime.serving.worker import check_servable
 from tests.spmd.tiny_models import write_tiny_model
 from tests.unit.layers.ranks import alone
@@ -102,6 +103,24 @@ def test_the_leader_alone_has_a_link(model: Path) -> None:
 
     with pytest.raises(RankFailedError, match="rank 0 leads its replica; leaders alone have a link"):
         run_threads(run, ParallelConfig(pp=2))
+
+
+def test_a_result_is_taken_once_and_by_the_leader(model: Path) -> None:
+    def run(ctx: ParallelContext) -> tuple[int, ...] | None:
+        worker = TpModelWorker(ctx, model=model)
+        result = worker.forward(Batch(chunks=(make_chunk(),)))
+        with pytest.raises(ArgumentError, match="takes the result of a batch that was started, on the leader"):
+            worker.finish()
+        return result
+
+    first, second = run_threads(run, ParallelConfig(tp=2))
+    assert first is not None
+    assert len(first) == 1
+    assert second is None
+
+
+def test_free_memory_is_measured() -> None:
+    assert 2**20 < available_bytes(torch.device("cpu")) < 2**50
 
 
 def test_a_runner_wants_its_cache_and_its_inputs(model: Path) -> None:
