@@ -79,6 +79,7 @@ class ParallelContext:
         self._extra_groups: dict[tuple[str, ...], GroupCoordinator] = {}
         self._table: GroupTable | None = None
         self._meeting: Meeting | None = None
+        self._serves_store = False
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
@@ -99,20 +100,24 @@ class ParallelContext:
             with ExitStack() as stack:
                 self._open(stack)
                 self._stack = stack.pop_all()
-        except BaseException:
+        except BaseException as error:
+            self._say_why(error)
             self._forget()
             raise
         self._state = ContextState.OPEN
         return self
 
     def __exit__(self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Close every group and leave the world. After an exception nothing waits and nothing communicates."""
+        """Close every group and leave the world. After an exception nothing waits, and no peer is spoken to."""
         if self._state is not ContextState.OPEN:
             return
         self._state = ContextState.CLOSED
         if self._pid != os.getpid():
             return  # a forked copy: the sockets belong to the parent
-        self._stack.__exit__(error_type, error, trace)
+        self._say_why(error)
+        self._stack.close()
+        if error is None and self._serves_store and self._meeting is not None:
+            self._meeting.wait_until_all_left(self._config.deadlines.exit_s)
         self._forget()
 
     def close(self) -> None:
@@ -337,7 +342,7 @@ class ParallelContext:
             self._uid = new_uid()
             connect: Connector = connect_fake
         else:
-            self._meeting = self._meet(stack)
+            self._meeting = self._meet()
             self._uid = self._meeting.uid
             connect = self._connector(backend, self._meeting)
         self._table = GroupTable(
@@ -354,8 +359,8 @@ class ParallelContext:
             self._groups[name] = self._table.open(name)
             stack.callback(self._groups[name].close)
 
-    def _meet(self, stack: ExitStack) -> Meeting:
-        """Find the store, join the others there, and arrange how this rank leaves."""
+    def _meet(self) -> Meeting:
+        """Find the store and join the others there."""
         config, environ, ranks = self._config, current_environ(), self.layout.ranks
         join_s = config.deadlines.join_s
         if self._store is not None:
@@ -366,9 +371,9 @@ class ParallelContext:
         member = Member.of_this_process(self.rank, config.agreed_settings())
         attempt = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         is_whole = len(ranks) == self.identity.world_size
-        meeting = join_world(self._store, member, ranks, timeout_s=join_s, is_whole=is_whole, attempt=attempt)
-        stack.push(_Departure(meeting, serves_store=point.server is not None, exit_s=config.deadlines.exit_s))
-        return meeting
+        self._serves_store = point.server is not None
+        linger_s = config.deadlines.exit_s if self._serves_store else 0.0
+        return join_world(self._store, member, ranks, timeout_s=join_s, is_whole=is_whole, attempt=attempt, linger_s=linger_s)
 
     def _connector(self, backend: str, meeting: Meeting) -> Connector:
         if backend == "local":
@@ -403,26 +408,13 @@ class ParallelContext:
             hint = "enter it with `with context:`" if self._state is ContextState.NEW else "make a new one"
             raise ContextStateError(f"this ParallelContext is {self._state}, so it has no groups; {hint}")
 
+    def _say_why(self, error: BaseException | None) -> None:
+        """Note in the store that this rank leaves, before its connections go and peers look for the reason."""
+        if self._meeting is not None:
+            self._meeting.leave("" if error is None else f"{type(error).__name__}: {error}")
+
     def _forget(self) -> None:
         """Drop every reference, since torch frees sockets and threads with the last one."""
         self._groups, self._extra_groups = {}, {}
         self._table = self._meeting = self._store = None
         self._stack = ExitStack()
-
-
-@final
-class _Departure:
-    """The last thing a context does: tell the others that this rank has left and, if they need its store, wait for them."""
-
-    def __init__(self, meeting: Meeting, *, serves_store: bool, exit_s: float) -> None:
-        self._meeting = meeting
-        self._serves_store = serves_store
-        self._exit_s = exit_s
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._meeting.leave("" if error_type is None else f"{error_type.__name__}: {error}")
-        if error_type is None and self._serves_store:
-            self._meeting.wait_until_all_left(self._exit_s)

@@ -171,7 +171,14 @@ def new_uid() -> str:
 
 
 def join_world(
-    store: Store, member: Member, ranks: Sequence[int], *, timeout_s: float, is_whole: bool = True, attempt: str = "0"
+    store: Store,
+    member: Member,
+    ranks: Sequence[int],
+    *,
+    timeout_s: float,
+    is_whole: bool = True,
+    attempt: str = "0",
+    linger_s: float = 0.0,
 ) -> Meeting:
     """Meet the other ranks and agree that all mean the same world.
 
@@ -183,6 +190,7 @@ def join_world(
         is_whole: Whether these are all ranks that were started. Such worlds meet in one place whatever their size, so that ranks
             which were told different sizes find out.
         attempt: Separates the tries of a launcher that restarts its ranks and keeps its store.
+        linger_s: How long a rank that serves the store keeps it, after a failure, until the others have heard of it, in seconds.
 
     Returns:
         The meeting, equal on every rank.
@@ -206,6 +214,7 @@ def join_world(
             raise
         raise RendezvousError(f"rank {member.rank} lost the store in which the ranks meet: {_first_line(error)}") from error
     if problem := verdict.get("error"):
+        _await_hearing(room, member, ranks, linger_s)
         raise RendezvousError(problem)
     return Meeting(uid=verdict["uid"], room=room, ranks=ranks, rank=Rank(member.rank))
 
@@ -286,6 +295,14 @@ def _judge(room: Store, ranks: Sequence[int], deadline: float, timeout_s: float)
     if difference:
         return {"error": difference}
     return {"error": _missing_text(list(members), ranks, timeout_s)} if missing else {"uid": new_uid()}
+
+
+def _await_hearing(room: Store, member: Member, ranks: Sequence[int], linger_s: float) -> None:
+    with suppress(RuntimeError):
+        room.set(f"left/{member.rank}", "refused")
+        if linger_s:
+            present = [rank for rank in ranks if room.check([f"member/{rank}"])]
+            wait_for_keys(room, [f"left/{rank}" for rank in present], linger_s)
 
 
 def _settle(room: Store, verdict: dict[str, str]) -> dict[str, str]:

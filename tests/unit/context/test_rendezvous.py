@@ -68,6 +68,17 @@ def test_missing_ranks_are_named_on_every_rank_that_is_there(present: list[int],
     assert texts(outcomes) == {f"2 of 4 ranks joined within 0.5 s (deadlines.join_s); missing: {missing}"}
 
 
+def test_the_first_deadline_ends_the_wait_of_all() -> None:
+    store = hash_store()
+    with ThreadPoolExecutor(2) as pool:
+        joins = [
+            pool.submit(join_world, store, member(rank), range(3), timeout_s=timeout_s)
+            for rank, timeout_s in enumerate((1000.0, 0.3))
+        ]
+        errors = {str(join.exception()) for join in joins}
+    assert errors == {"2 of 3 ranks joined within 0.3 s (deadlines.join_s); missing: 2"}
+
+
 def test_a_rank_that_comes_too_late_learns_what_happened() -> None:
     store = hash_store()
     early = texts(meet(store, [member(0)], world_size=2, timeout_s=0.2))
