@@ -102,7 +102,7 @@ class Collectives:
         target = payload.new_empty(stacked) if direct is None else direct.view(stacked)
         moved = movable(payload)
         self._agreed("all_gather", tensor, (dim,), core.communicator.all_gather, _rows(target, moved), moved, limit_s)
-        return _deliver(out, direct if direct is not None else target.movedim(0, dim).reshape(shape))
+        return _deliver(out, direct if direct is not None else _merged(target, dim, shape))
 
     def all_gatherv(
         self, tensor: Tensor, sizes: Sequence[int] | None, dim: int, out: Tensor | None, timeout_s: float | None
@@ -268,7 +268,7 @@ class Collectives:
         moved = movable(payload)
         outputs = None if target is None else list(_rows(target, moved))
         self._agreed("gather", tensor, (dst, dim), core.communicator.gather, outputs, moved, dst, limit_s)
-        return None if target is None else _deliver(out, target.movedim(0, dim).reshape(shape))
+        return None if target is None else _deliver(out, _merged(target, dim, shape))
 
     def scatter(
         self,
@@ -401,6 +401,11 @@ def _buffer(out: Tensor | None, shape: tuple[int, ...], like: Tensor, operation:
     if out.is_contiguous() and not out.requires_grad and not same_storage(out, like):
         return out
     return torch.empty(shape, dtype=like.dtype, device=like.device)
+
+
+def _merged(rows: Tensor, dim: int, shape: tuple[int, ...]) -> Tensor:
+    """``rows`` ``(members, ...)`` joined along ``dim``, contiguous also where reshape would give a view."""
+    return rows.movedim(0, dim).reshape(shape).contiguous()
 
 
 def _deliver(out: Tensor | None, result: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ back in rank order. To run every such test over another communicator, add its ma
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from itertools import count
 from types import MappingProxyType
 from typing import Final, TypeVar
@@ -26,6 +27,7 @@ from parallel_runtime.comm import (
     hash_store,
     open_coordinator,
 )
+from parallel_runtime.comm.shm import ShmCommunicator, Unavailable
 from parallel_runtime.terms import Rank
 
 __all__ = ["MAKERS", "Meeting", "RankError", "World"]
@@ -50,7 +52,28 @@ def _gloo(meeting: Meeting, key: str, ranks: Sequence[int], rank: int) -> Commun
     return C10dCommunicator(meeting.store, key, ranks.index(rank), len(ranks), timeout_s=30, ranks=ranks, transport=gloo_device())
 
 
-MAKERS: Final = MappingProxyType({"local": _local, "gloo": _gloo})
+class _FirstWords:
+    """The store as shared memory wants it."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def set(self, key: str, value: bytes) -> None:
+        self._store.set(key, value)  # type: ignore[arg-type]  # bytes are taken, torch's stub says str
+
+    def get(self, key: str, timeout_s: float) -> bytes:
+        self._store.wait([key], timedelta(seconds=timeout_s))
+        return self._store.get(key)
+
+
+def _shm(meeting: Meeting, key: str, ranks: Sequence[int], rank: int) -> Communicator:
+    made = ShmCommunicator.create(_FirstWords(meeting.store), key, ranks.index(rank), len(ranks), 30)
+    if isinstance(made, Unavailable):
+        raise RankError(f"this host cannot share memory: {made.reason}")
+    return made
+
+
+MAKERS: Final = MappingProxyType({"local": _local, "gloo": _gloo, "shm": _shm})
 """How one member of a group makes its communicator: ``maker(meeting, key, ranks, rank)``."""
 
 
