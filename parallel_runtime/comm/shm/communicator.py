@@ -23,7 +23,7 @@ from parallel_runtime.errors import ContextStateError, PeerFailedError, PeerLost
 __all__ = ["ShmCommunicator"]
 
 _MAX_PLANS: Final = 512
-_SPINS: Final = 60
+_SPINS: Final = 300
 _SPINS_CROWDED: Final = 2
 _PAGE: Final = 4096
 _REDUCTIONS: Final = frozenset((Operation.ALL_REDUCE, Operation.REDUCE_SCATTER, Operation.REDUCE))

@@ -6,7 +6,6 @@ of collectives; nothing moves in between, there is no thread behind it.
 """
 
 import mmap
-import struct
 from collections import deque
 from collections.abc import Callable
 from typing import Final, final
@@ -22,7 +21,7 @@ from parallel_runtime.errors import CollectiveMismatchError, PeerLostError, Peer
 
 __all__ = ["Mailbox", "MessageWork"]
 
-_HEADER: Final = struct.Struct("<qq")
+_TRIES: Final = 40
 
 
 @final
@@ -34,13 +33,17 @@ class MessageWork(Work):
         peer: The other side.
         tag: Its tag.
         is_send: Whether it sends.
+        is_open: Whether it is still under way.
     """
+
+    __slots__ = ("_error", "_mailbox", "_tensor", "is_open", "is_send", "memory", "peer", "tag")
 
     def __init__(self, mailbox: "Mailbox", tensor: Tensor, peer: int, tag: int, *, is_send: bool) -> None:
         self.memory = view_bytes(tensor)
         self.peer = peer
         self.tag = tag
         self.is_send = is_send
+        self.is_open = True
         self._mailbox: Mailbox | None = mailbox
         self._tensor: Tensor | None = tensor
         self._error: Exception | None = None
@@ -48,19 +51,16 @@ class MessageWork(Work):
     def finish(self, error: Exception | None = None) -> None:
         """It is done, or failed with ``error``; once."""
         if self._mailbox is not None:
+            self.is_open = False
+            self._mailbox.forget()
             self._error = error
             self._mailbox = self._tensor = None
-
-    @property
-    def is_open(self) -> bool:
-        """Whether it is still under way."""
-        return self._mailbox is not None
 
     def is_done(self) -> bool:
         """Whether ``wait`` would return at once."""
         if self._mailbox is not None:
             self._mailbox.progress()
-        return self._mailbox is None
+        return not self.is_open
 
     def wait(self, timeout_s: float) -> None:
         """Wait until the tensor may be used again (send) or is filled (receive).
@@ -130,16 +130,17 @@ class _Outgoing:
         while self.queue:
             work = self.queue[0]
             if self._sent < 0:
-                if ring.room() < _HEADER.size:
+                if not ring.write_header(work.tag, len(work.memory)):
                     break
-                header = memoryview(_HEADER.pack(work.tag, len(work.memory)))
-                ring.write(header[ring.write(header) :])
                 self._sent = 0
                 moved = True
             nbytes = ring.write(work.memory[self._sent :])
-            ring.announce()
             self._sent += nbytes
-            if self._sent == len(work.memory):
+            is_whole = self._sent == len(work.memory)
+            if is_whole:
+                ring.align()
+            ring.announce()
+            if is_whole:
                 self.queue.popleft().finish()
                 self._sent = -1
             elif nbytes:
@@ -197,29 +198,39 @@ class _Incoming:
     def progress(self) -> bool:
         """Read what is here; whether anything came."""
         moved = False
-        while self._current is not None or self._ring.room() >= _HEADER.size:
-            message = self._current or self._next()
-            nbytes = self._ring.read(message.memory[message.filled :])
-            self._ring.announce()
+        ring = self._ring
+        while True:
+            message = self._current
+            if message is None:
+                header = ring.read_header()
+                if header is None:
+                    return moved
+                message = self._current = self._begin(*header)
+                moved = True
+            nbytes = ring.read(message.memory[message.filled :])
             message.filled += nbytes
-            self._current = None if message.filled == message.nbytes else message
-            if self._current is None and message.work is not None:
-                message.deliver(self._src)
-            moved = moved or bool(nbytes) or self._current is None
-            if self._current is not None and not nbytes:
-                break
-        return moved
+            if message.filled == message.nbytes:
+                ring.align()
+                self._current = None
+            ring.announce()
+            if self._current is None:
+                if message.work is not None:
+                    message.deliver(self._src)
+            elif nbytes:
+                moved = True
+            else:
+                return moved
 
-    def _next(self) -> _Message:
-        header = memoryview(bytearray(_HEADER.size))
-        self._ring.read(header[self._ring.read(header) :])
-        tag, nbytes = _HEADER.unpack(header)
+    def _begin(self, tag: int, nbytes: int) -> _Message:
+        """The message that comes next: for the oldest receive with its tag, or kept."""
         works = self.posted.get(tag)
-        message = _Message(tag, nbytes, works.popleft() if works else None)
-        if works is not None and not works:
-            del self.posted[tag]
-        if message.work is None:
+        if not works:
+            message = _Message(tag, nbytes, None)
             self._kept.setdefault(tag, deque()).append(message)
+            return message
+        message = _Message(tag, nbytes, works.popleft())
+        if not works:
+            del self.posted[tag]
         return message
 
 
@@ -241,59 +252,83 @@ class Mailbox:
     def __init__(self, memory: mmap.mmap, geometry: Geometry, rank_in_group: int, waiter: Waiter, bells: Bells) -> None:
         self.on_break: Callable[[BaseException], None] | None = None
         peers = [peer for peer in range(geometry.world_size) if peer != rank_in_group]
-        self._outgoing = {peer: _Outgoing(_ring(memory, geometry, rank_in_group, peer, is_writer=True)) for peer in peers}
-        self._incoming = {peer: _Incoming(_ring(memory, geometry, peer, rank_in_group, is_writer=False), peer) for peer in peers}
+        self._outgoing = {peer: _Outgoing(_open_ring(memory, geometry, rank_in_group, peer, is_writer=True)) for peer in peers}
+        self._incoming = {
+            peer: _Incoming(_open_ring(memory, geometry, peer, rank_in_group, is_writer=False), peer) for peer in peers
+        }
         self._waiter = waiter
         self._bells = bells
+        self._num_open = 0
 
     def isend(self, tensor: Tensor, dst: int, tag: int) -> MessageWork:
         """Start sending ``tensor``; it is kept alive and must not change until the work is done."""
-        work = MessageWork(self, tensor, dst, tag, is_send=True)
+        work = self._remember(MessageWork(self, tensor, dst, tag, is_send=True))
         outgoing = self._outgoing[dst]
         outgoing.queue.append(work)
-        if outgoing.progress() and any(self._bells.words):
-            self._bells.ring()
-        self._watch()
+        if outgoing.progress():
+            self._ring()
         return work
 
     def irecv(self, tensor: Tensor, src: int, tag: int) -> MessageWork:
         """Start filling ``tensor``; it is kept alive until the work is done."""
-        work = MessageWork(self, tensor, src, tag, is_send=False)
+        work = self._remember(MessageWork(self, tensor, src, tag, is_send=False))
         self._incoming[src].post(work)
-        self._watch()
         return work
 
     def progress(self) -> bool:
         """Move on whatever can be moved on without waiting; whether anything was."""
         moved = False
         for outgoing in self._outgoing.values():
-            moved = (bool(outgoing.queue) and outgoing.progress()) or moved
+            if outgoing.queue and outgoing.progress():
+                moved = True
         for incoming in self._incoming.values():
-            moved = incoming.progress() or moved
+            if incoming.progress():
+                moved = True
         if moved:
-            if any(self._bells.words):
-                self._bells.ring()
-            self._watch()
+            self._ring()
         return moved
 
     def wait(self, work: MessageWork, timeout_s: float) -> None:
         """Move everything on until ``work`` is done; an error of the wait becomes the work's own."""
+        end = self._outgoing[work.peer] if work.is_send else self._incoming[work.peer]
+        for _ in range(_TRIES):
+            if not work.is_open:
+                return
+            self._move(end)
         self._waiter.deadline = None
         try:
-            self._waiter.until(lambda: not work.is_open or (self.progress() and not work.is_open), timeout_s, lambda: [work.peer])
+            self._waiter.until(lambda: not work.is_open or (self._move(end) and not work.is_open), timeout_s, lambda: [work.peer])
         except PeerTimeoutError as exc:
-            ends = self._outgoing if work.is_send else self._incoming
-            is_whole = ends[work.peer].withdraw(work)
+            is_whole = end.withdraw(work)
             work.finish(exc)
             if not is_whole and self.on_break is not None:
                 self.on_break(exc)
         except PeerLostError as exc:
             work.finish(exc)
-        self._watch()
 
-    def is_idle(self) -> bool:
-        """Whether nothing is under way."""
-        return not any(end.queue for end in self._outgoing.values()) and not any(end.posted for end in self._incoming.values())
+    def forget(self) -> None:
+        """One work less is under way."""
+        self._num_open -= 1
+        if not self._num_open:
+            self._waiter.chores = None
+
+    def _move(self, end: _Outgoing | _Incoming) -> bool:
+        """Move on one end, or all of them where more than one work is under way."""
+        if self._num_open > 1:
+            return self.progress()
+        moved = end.progress()
+        if moved:
+            self._ring()
+        return moved
+
+    def _remember(self, work: MessageWork) -> MessageWork:
+        self._num_open += 1
+        self._waiter.chores = self.progress
+        return work
+
+    def _ring(self) -> None:
+        if any(self._bells.words):
+            self._bells.ring()
 
     def fail(self, error: Exception) -> None:
         """Nothing under way will ever be done: everybody who waits for it gets ``error``."""
@@ -302,13 +337,10 @@ class Mailbox:
                 outgoing.queue.popleft().finish(error)
         for incoming in self._incoming.values():
             incoming.fail(error)
-        self._waiter.chores = self.on_break = None
-
-    def _watch(self) -> None:
-        self._waiter.chores = None if self.is_idle() else self.progress
+        self.on_break = None
 
 
-def _ring(memory: mmap.mmap, geometry: Geometry, src: int, dst: int, *, is_writer: bool) -> RingEnd:
+def _open_ring(memory: mmap.mmap, geometry: Geometry, src: int, dst: int, *, is_writer: bool) -> RingEnd:
     whole = memoryview(memory)
     start = geometry.ring(src, dst)
     written, consumed = geometry.written(src, dst) // 8, geometry.consumed(src, dst) // 8

@@ -254,6 +254,10 @@ class Steps:
         said = []
         for member in range(self.world_size):
             heard = words[flags[member] + 2] == sequence
-            entered = bytes(self._reports[member][1 : 1 + self._reports[member][0]]).decode(errors="replace") if heard else "something else"
+            entered = (
+                bytes(self._reports[member][1 : 1 + self._reports[member][0]]).decode(errors="replace")
+                if heard
+                else "something else"
+            )
             said.append(f"member {member} entered {entered}")
         raise CollectiveMismatchError(f"the members entered different operations: {'; '.join(said)}")
