@@ -15,6 +15,8 @@ class ServingConfig(FrozenModel):
     Attributes:
         dtype: Of weights, hidden states and KV cache.
         stage_layers: Layers of each pipeline stage; ``None`` splits evenly, the first stages taking the remainder.
+        num_microbatches: Batches under way at once in each replica; ``None`` is one per pipeline stage, which keeps every stage
+            busy where each has cores of its own. 1 reads the weights least often.
         page_size: Tokens in one block of KV cache.
         kv_cache_tokens: Tokens of KV cache of each replica; ``None`` takes what all running requests could need, within 30%
             of the free memory, which the ranks share.
@@ -31,6 +33,7 @@ class ServingConfig(FrozenModel):
 
     dtype: Literal["float32", "bfloat16"] = "float32"
     stage_layers: tuple[int, ...] | None = None
+    num_microbatches: int | None = Field(default=None, ge=1)
     page_size: int = Field(default=16, ge=1)
     kv_cache_tokens: int | None = Field(default=None, ge=1)
     max_batch_tokens: int = Field(default=512, ge=1)

@@ -205,7 +205,7 @@ class TpModelWorker:
             max_batch_requests=at_once,
             max_waiting=config.max_waiting,
             max_request_tokens=longest,
-            num_slots=self._ctx.pp.world_size,
+            num_slots=config.num_microbatches or self._ctx.pp.world_size,
         )
 
     def _open_tokens(self) -> Channel[tuple[int, ...]] | None:

@@ -47,6 +47,16 @@ def test_one_layer_and_stages_chosen_by_hand(tmp_path: Path) -> None:
         assert [completion.token_ids for completion in engine.generate(PROMPTS, GREEDY)] == expected
 
 
+@pytest.mark.parametrize("num_microbatches", [1, 2, 5])
+def test_any_number_of_batches_may_be_under_way(num_microbatches: int, tmp_path: Path) -> None:
+    model = write_tiny_model(tmp_path / "model")
+    serving = ServingConfig(num_microbatches=num_microbatches)
+    for parallel in (ParallelConfig(pp=3), ParallelConfig(tp=2)):
+        with Engine(model, parallel=parallel, serving=serving, executor="threads") as engine:
+            completions = engine.generate(PROMPTS, GREEDY)
+        assert [completion.token_ids for completion in completions] == greedy_reference(model, PROMPTS, NEW)
+
+
 def test_the_order_of_the_axes_changes_nothing(tmp_path: Path) -> None:
     model = write_tiny_model(tmp_path / "model")
     parallel = ParallelConfig(tp=2, pp=2, dp=2, order=("pp", "dp", "cp", "tp"))

@@ -10,7 +10,7 @@ from torch import Tensor
 from parallel_runtime.config import ParallelConfig
 from parallel_runtime.context import ParallelContext
 from parallel_runtime.launch import run_threads
-from parallel_runtime.models import load_tokenizer, open_checkpoint, resolve_model
+from parallel_runtime.models import load_tokenizer, open_checkpoint
 from parallel_runtime.serving import Batch, Engine, Request, SamplingParams, SchedulingPolicy, ServingConfig, TpModelWorker
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(120)]
@@ -42,10 +42,30 @@ class Reference:
 def reference() -> Reference:
     import transformers
 
-    path = resolve_model("smollm2")
-    model = transformers.AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
     with open_checkpoint("smollm2") as checkpoint:
-        tokenizer = load_tokenizer(checkpoint)
+        tokenizer, config = load_tokenizer(checkpoint), checkpoint.config
+        with torch.device("meta"):
+            model = transformers.LlamaForCausalLM(
+                transformers.LlamaConfig(
+                    vocab_size=config.vocab_size,
+                    hidden_size=config.hidden_size,
+                    intermediate_size=config.intermediate_size,
+                    num_hidden_layers=config.num_layers,
+                    num_attention_heads=config.num_query_heads,
+                    num_key_value_heads=config.num_kv_heads,
+                    head_dim=config.head_dim,
+                    rms_norm_eps=config.rms_norm_eps,
+                    rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
+                    max_position_embeddings=config.max_positions,
+                    tie_word_embeddings=config.tie_word_embeddings,
+                )
+            )
+        names = [name for name in model.state_dict() if name != "lm_head.weight"]
+        state = {name: checkpoint.tensor(name)[:] for name in names}
+    model.load_state_dict(state, strict=False, assign=True)
+    model.tie_weights()
+    model.model.rotary_emb = type(model.model.rotary_emb)(model.config)  # its buffers are in no state
+    model.eval()
     prompts = tuple(tuple(tokenizer.encode(text)) for text in TEXTS)
     logits, tokens = [], []
     with torch.inference_mode():
@@ -65,23 +85,24 @@ def reference() -> Reference:
     return Reference(prompts=prompts, logits=tuple(logits), tokens=tuple(tokens))
 
 
+SERVING = ServingConfig(kv_cache_tokens=1024)
+ONE_BATCH = SERVING.replace(num_microbatches=1)  # reads the weights least often
 LAYOUTS = {
-    "tp=1": (ParallelConfig(), None),
-    "tp=2": (ParallelConfig(tp=2), None),
-    "tp=3": (ParallelConfig(tp=3), None),
-    "pp=2": (ParallelConfig(pp=2), None),
-    "pp=3": (ParallelConfig(pp=3), None),
-    "pp=3 of 11, 10 and 9 layers": (ParallelConfig(pp=3), (11, 10, 9)),
-    "pp=4": (ParallelConfig(pp=4), None),
-    "dp=2": (ParallelConfig(dp=2), None),
-    "tp=2 pp=2": (ParallelConfig(tp=2, pp=2), None),
+    "tp=1": (ParallelConfig(), SERVING),
+    "tp=2": (ParallelConfig(tp=2), SERVING),
+    "tp=3": (ParallelConfig(tp=3), SERVING),
+    "pp=2": (ParallelConfig(pp=2), SERVING),
+    "pp=3": (ParallelConfig(pp=3), ONE_BATCH),
+    "pp=3 of 11, 10 and 9 layers": (ParallelConfig(pp=3), ONE_BATCH.replace(stage_layers=(11, 10, 9))),
+    "pp=4": (ParallelConfig(pp=4), ONE_BATCH),
+    "dp=2": (ParallelConfig(dp=2), SERVING),
+    "tp=2 pp=2": (ParallelConfig(tp=2, pp=2), ONE_BATCH),
 }
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_greedy_tokens_equal_transformers(name: str, reference: Reference) -> None:
-    parallel, stage_layers = LAYOUTS[name]
-    serving = ServingConfig(stage_layers=stage_layers, kv_cache_tokens=1024)
+    parallel, serving = LAYOUTS[name]
     sampling = SamplingParams(max_new_tokens=NEW, ignore_eos=True)
     with Engine("smollm2", parallel=parallel, serving=serving, executor="threads") as engine:
         completions = engine.generate(reference.prompts, sampling)
@@ -92,7 +113,7 @@ def test_greedy_tokens_equal_transformers(name: str, reference: Reference) -> No
 @pytest.mark.processes
 def test_greedy_tokens_equal_transformers_in_four_processes(reference: Reference) -> None:
     sampling = SamplingParams(max_new_tokens=NEW, ignore_eos=True)
-    with Engine("smollm2", parallel=ParallelConfig(tp=2, pp=2), serving=ServingConfig(kv_cache_tokens=1024)) as engine:
+    with Engine("smollm2", parallel=ParallelConfig(tp=2, pp=2), serving=SERVING) as engine:
         completions = engine.generate(TEXTS, sampling)
         assert engine.generate(["The capital of France is"], SamplingParams(max_new_tokens=1))[0].text == " Paris"
     assert [completion.token_ids for completion in completions] == list(reference.tokens)
@@ -105,7 +126,7 @@ def test_logits_are_close_to_transformers(
     """Prompts go through in one batch; the largest difference of any logit is reported and stays under 1e-3."""
 
     def run(ctx: ParallelContext) -> list[Tensor] | None:
-        worker = TpModelWorker(ctx, model="smollm2", config=ServingConfig(kv_cache_tokens=1024))
+        worker = TpModelWorker(ctx, model="smollm2", config=SERVING)
         policy = SchedulingPolicy(replace(worker.limits, num_slots=1))  # everything in one batch
         for index, prompt in enumerate(reference.prompts):
             policy.add(Request(request_id=str(index), prompt=prompt, sampling=SamplingParams()))
