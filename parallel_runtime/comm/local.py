@@ -331,7 +331,7 @@ class LocalCommunicator(Communicator):
         src, _, tag, _ = letter
         with hub._changed:
             wait = _Wait(
-                self._rank, f"recv (tag {tag} of {self._key})", group, lambda: letter in group.mail, lambda: [group.ranks[src]]
+                self._rank, f"recv (wire tag {tag} of {self._key})", group, lambda: letter in group.mail, lambda: [group.ranks[src]]
             )
             hub._wait(wait, timeout_s)
             message = group.mail.pop(letter)

@@ -252,11 +252,10 @@ class _Receiving:
                 raise PeerLostError(f"nothing more can be received: {streams.broken[self._stream]}")
             self._frame_work.wait(clock.left_s)
             self._take(clock)
-        except CollectiveMismatchError as exc:
-            self._error = exc
         except PeerError as exc:
             self._error = type(exc)(f"{exc}, receiving from member {peer} with tag {_tag(base)}")
-            streams.broken[self._stream] = str(exc)
+            if not isinstance(exc, CollectiveMismatchError):
+                streams.broken[self._stream] = str(exc)
         self.is_finished = True
         self._out = None
 
@@ -277,7 +276,7 @@ class _Receiving:
         answer, _ = pack_frame(bytearray(fault.encode()), kind=Kind.ERROR if fault else Kind.VALUE)
         core.control.isend(answer, peer, base + 2).wait(clock.left_s)
         if fault:
-            raise CollectiveMismatchError(f"{fault}, receiving from member {peer} with tag {_tag(base)}")
+            raise CollectiveMismatchError(fault)
         if out is not None and target is not out:
             out.detach().copy_(target)
         self.result = target if out is None else out

@@ -35,7 +35,7 @@ def test_a_ring_of_receives_is_a_deadlock_with_a_table() -> None:
         with pytest.raises(CollectiveMismatchError, match="every rank waits and none can go on") as caught:
             group.recv(tag=4, timeout_s=60)
         for member in range(3):
-            assert f"rank {member} in recv (tag 32 of" in str(caught.value)
+            assert f"rank {member} in recv (wire tag 32 of" in str(caught.value)
             assert f"waits for rank {(member - 1) % 3}" in str(caught.value)
 
     World("local")(3, body)
