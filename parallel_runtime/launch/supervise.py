@@ -115,7 +115,7 @@ class Supervisor:
             Each rank's result, in rank order.
 
         Raises:
-            LaunchError: They did not return in time, or did not start.
+            LaunchError: They did not return in time, or did not start, or a result cannot be unpickled here.
             RankFailedError: A rank failed.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
@@ -127,7 +127,7 @@ class Supervisor:
                     f"{'; '.join(late)}"
                 )
             wait_for_any(self._waitables(), self._pause(deadline))
-        return [pickle.loads(handle.outcome.data) for handle in self._handles if isinstance(handle.outcome, Result)]
+        return [_unpack(handle.rank, handle.outcome) for handle in self._handles if isinstance(handle.outcome, Result)]
 
     def wait_for_exit(self, timeout_s: float) -> None:
         """Give the processes time to leave by themselves once they have reported.
@@ -185,6 +185,13 @@ def end_processes(handles: Sequence[RankHandle], lifeline: int) -> None:
         _join(handles, _KILL_GRACE_S)
         for handle in handles:
             handle.messages.close()
+
+
+def _unpack(rank: int, result: Result) -> Any:
+    try:
+        return pickle.loads(result.data)
+    except Exception as error:
+        raise LaunchError(f"the result of rank {rank} came back but cannot be unpickled here: {error}") from error
 
 
 def _join(handles: Sequence[RankHandle], timeout_s: float) -> None:

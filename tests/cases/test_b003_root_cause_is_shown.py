@@ -9,7 +9,7 @@ import torch
 
 from parallel_runtime.config import ParallelConfig
 from parallel_runtime.context import ParallelContext
-from parallel_runtime.errors import RankFailedError
+from parallel_runtime.errors import LaunchError, RankFailedError
 from parallel_runtime.launch import launch
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(60)]
@@ -67,6 +67,22 @@ def test_b003_the_failed_rank_is_named_first(how: str, exitcode: int | None, tex
 def test_b003_a_result_that_cannot_be_sent_back_is_named() -> None:
     with pytest.raises(RankFailedError, match=r"SerializationError: the result, a function, cannot be sent back"):
         launch(unsendable, ParallelConfig(tp=2), timeout_s=30)
+
+
+class OneWay:
+    """Can be pickled, and never unpickled."""
+
+    def __reduce__(self) -> tuple[type[int], tuple[str]]:
+        return int, ("not a number",)
+
+
+def one_way(ctx: ParallelContext) -> OneWay | None:
+    return OneWay() if ctx.rank == 1 else None
+
+
+def test_b003_a_result_that_cannot_be_read_is_named() -> None:
+    with pytest.raises(LaunchError, match="the result of rank 1 came back but cannot be unpickled here: invalid literal"):
+        launch(one_way, ParallelConfig(tp=2), timeout_s=30)
 
 
 def many(ctx: ParallelContext) -> tuple[int, bytes, torch.Tensor]:
