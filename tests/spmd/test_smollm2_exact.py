@@ -1,6 +1,6 @@
 """SmolLM2 on many layouts: greedy tokens identical to ``transformers`` on the same dequantised float32 weights."""
 
-from collections.abc import Callable
+import logging
 from dataclasses import dataclass, replace
 
 import pytest
@@ -120,10 +120,8 @@ def test_greedy_tokens_equal_transformers_in_four_processes(reference: Reference
 
 
 @pytest.mark.parametrize("name", ["tp=1", "tp=3", "tp=2 pp=2"])
-def test_logits_are_close_to_transformers(
-    name: str, reference: Reference, record_property: Callable[[str, object], None]
-) -> None:
-    """Prompts go through in one batch; the largest difference of any logit is reported and stays under 1e-3."""
+def test_logits_are_close_to_transformers(name: str, reference: Reference) -> None:
+    """Prompts go through in one batch; the largest difference of any logit is logged and stays under 1e-3."""
 
     def run(ctx: ParallelContext) -> list[Tensor] | None:
         worker = TpModelWorker(ctx, model="smollm2", config=SERVING)
@@ -141,5 +139,5 @@ def test_logits_are_close_to_transformers(
     for logits in run_threads(run, LAYOUTS[name][0]):
         for ours, theirs in zip(logits or reference.logits, reference.logits, strict=True):
             largest = max(largest, float((ours - theirs).abs().max()))
-    record_property("largest_logit_difference", largest)
+    logging.getLogger(__name__).info("largest logit difference on %s: %.2e", name, largest)
     assert 0 < largest < 1e-3
