@@ -255,7 +255,7 @@ class _Receiving:
         except PeerError as exc:
             self._error = type(exc)(f"{exc}, receiving from member {peer} with tag {_tag(base)}")
             if not isinstance(exc, CollectiveMismatchError):
-                streams.broken[self._stream] = str(exc)
+                streams.broken.setdefault(self._stream, str(exc))
         self.is_finished = True
         self._out = None
 

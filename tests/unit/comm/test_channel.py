@@ -125,6 +125,9 @@ def test_names_peers_and_closing() -> None:
         line = group.channel("line", int, peer)
         with pytest.raises(ArgumentError, match="is open already"):
             group.channel("line", int, peer)
+        group._core.traffic.streams.channels[line._stream] = "its double"
+        with pytest.raises(ArgumentError, match="has the same number as 'its double'; rename one of them"):
+            group.channel("line", int, peer)
         with pytest.raises(ArgumentError, match="cannot use"):
             group.channel("bad", list[int, int, int], peer)  # type: ignore[misc]
         line.close()

@@ -1,12 +1,13 @@
 """Tensors from one member to another: a mismatch is an error on both sides, and the next message is fine."""
 
 import logging
+import threading
 
 import pytest
 import torch
 
 from parallel_runtime.comm import GroupCoordinator
-from parallel_runtime.errors import ArgumentError, CollectiveMismatchError
+from parallel_runtime.errors import ArgumentError, CollectiveMismatchError, PeerLostError, PeerTimeoutError
 from tests.spmd.worlds import MAKERS, World
 
 KINDS = pytest.mark.parametrize("kind", sorted(MAKERS))
@@ -87,3 +88,62 @@ def test_an_output_must_be_writable(kind: str) -> None:
             group.exchange(torch.zeros(3), out=expanded)
 
     World(kind)(2, body)
+
+
+@KINDS
+def test_a_message_out_of_sequence_is_an_error_on_both_sides(kind: str) -> None:
+    def body(group: GroupCoordinator) -> None:
+        if group.is_first_rank:
+            group._core.traffic.streams.sent[1, 0] = 5
+            with pytest.raises(CollectiveMismatchError, match=r"to member 1: expected message no. 1, got no. 6"):
+                group.send(torch.ones(1))
+            group._core.traffic.streams.sent[1, 3] = 5
+            group.send_object("lost one")
+        else:
+            with pytest.raises(
+                CollectiveMismatchError, match=r"expected message no. 1, got no. 6, receiving from member 0 with tag 0"
+            ):
+                group.recv()
+            with pytest.raises(CollectiveMismatchError, match=r"from member 0: expected message no. 1 of the stream, got no. 6"):
+                group.recv_object()
+
+    World(kind)(2, body)
+
+
+@KINDS
+def test_an_object_is_no_tensor_dict(kind: str) -> None:
+    def body(group: GroupCoordinator) -> None:
+        if group.is_first_rank:
+            group.send_object([1], tag=2)
+        else:
+            with pytest.raises(CollectiveMismatchError, match="member 0 sent an object with tag 2; receive it with recv_object"):
+                group.recv_tensor_dict(tag=2)
+
+    World(kind)(2, body)
+
+
+def test_after_a_failed_receive_the_stream_is_over() -> None:
+    over = threading.Event()
+
+    def body(group: GroupCoordinator) -> None:
+        if group.is_first_rank:
+            assert over.wait(30)
+            return
+        first, second = group.irecv(), group.irecv()
+        with pytest.raises(PeerTimeoutError, match=r"irecv.*waited 0.1 s for rank 0"):
+            first.wait(0.1)
+        with pytest.raises(PeerTimeoutError, match=r"waited 0.1 s for rank 0"):
+            first.wait(0.1)
+        with pytest.raises(PeerLostError, match=r"nothing more can be received: waited 0.1 s"):
+            second.wait()
+        with pytest.raises(PeerLostError, match=r"nothing more can be received from member 0, tag 0: waited 0.1 s"):
+            group.recv()
+        with pytest.raises(PeerTimeoutError, match=r"recv_object from member 0 tag 0.*waited 0.1 s"):
+            group.recv_object(timeout_s=0.1)
+        with pytest.raises(PeerLostError, match=r"nothing more can be received from member 0: waited 0.1 s"):
+            group.recv_object()
+        with pytest.raises(ArgumentError, match=r"must be a positive number of seconds"):
+            first.wait(-1)
+        over.set()
+
+    World("local")(2, body)
