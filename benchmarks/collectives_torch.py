@@ -1,12 +1,13 @@
 """One rank of the torch peers of ``bench_collectives``, and of ours."""
 
+import importlib
 import json
 import sys
 from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.measuring import Case, emit, pin, time_calls
@@ -14,7 +15,10 @@ from parallel_runtime.comm.communicator import ReduceOp
 from parallel_runtime.comm.shm import ShmCommunicator
 from parallel_runtime.comm.shm.stores import StoreAdapter
 
-__all__ = ["main"]
+__all__ = ["dist", "main", "open_gloo", "open_shm"]
+
+dist: Any = importlib.import_module("torch.distributed")
+"""Untyped: torch's stubs lack most of what gloo's own class has."""
 
 TIMEOUT_S = 60.0
 
@@ -90,7 +94,7 @@ def exchange(comm: ShmCommunicator, mine: Tensor, other: Tensor, right: int, lef
     sent.wait(TIMEOUT_S)
 
 
-def gloo_call(case: Case, group: "dist.ProcessGroupGloo", size: int, rank: int) -> Callable[[], object]:
+def gloo_call(case: Case, group: Any, size: int, rank: int) -> Callable[[], object]:
     """Prepare one operation of gloo.
 
     Args:
@@ -127,7 +131,7 @@ def gloo_call(case: Case, group: "dist.ProcessGroupGloo", size: int, rank: int) 
     raise ValueError(case.operation)
 
 
-def open_gloo(path: str, rank: int, world_size: int) -> "dist.ProcessGroupGloo":
+def open_gloo(path: str, rank: int, world_size: int) -> Any:
     """Open gloo on loopback.
 
     Args:
@@ -151,9 +155,8 @@ def open_deepspeed(rank: int, world_size: int) -> None:
         rank: This one.
         world_size: Ranks.
     """
-    from deepspeed.ops.op_builder.cpu.comm import ShareMemCommBuilder
-
-    ShareMemCommBuilder().load(verbose=False).initialize(world_size, rank)
+    builders = importlib.import_module("deepspeed.ops.op_builder.cpu.comm")
+    builders.ShareMemCommBuilder().load(verbose=False).initialize(world_size, rank)
 
 
 def main() -> None:

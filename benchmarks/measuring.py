@@ -119,7 +119,12 @@ def human(nbytes: int) -> str:
 
 
 def table(
-    title: str, sizes: Sequence[int], lines: Mapping[str, Mapping[int, Sequence[float]]], ours: str, rivals: Sequence[str]
+    title: str,
+    sizes: Sequence[int],
+    lines: Mapping[str, Mapping[int, Sequence[float]]],
+    ours: str,
+    rivals: Sequence[str],
+    heads: Sequence[str] = (),
 ) -> str:
     """A markdown table of medians over the rounds, with the ratio of the best rival to ours.
 
@@ -129,11 +134,12 @@ def table(
         lines: Per peer and size, the median of every round in microseconds.
         ours: The line the others are compared with.
         rivals: The lines it is compared with; the best of them at each size counts.
+        heads: Heads of the columns; the sizes where there are none.
 
     Returns:
         Markdown.
     """
-    text = [f"**{title}**, us", "", "| | " + " | ".join(map(human, sizes)) + " |", "|---" * (len(sizes) + 1) + "|"]
+    text = [f"**{title}**, us", "", "| | " + " | ".join(heads or map(human, sizes)) + " |", "|---" * (len(sizes) + 1) + "|"]
     for name, values in lines.items():
         cells = [f"{statistics.median(values[size]):.1f}" if values.get(size) else "" for size in sizes]
         text.append(f"| {name} | " + " | ".join(cells) + " |")

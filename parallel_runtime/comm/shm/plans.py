@@ -61,6 +61,7 @@ class OneShot(Plan):
             self._sources = [[*sources[:rank_in_group], self._out, *sources[rank_in_group + 1 :]] for sources in slots.sources]
 
     def run(self, steps: Steps, timeout_s: float) -> None:
+        """One step; then every member combines all slots."""
         slot = steps.exchange(self._local, self._slots, self.print, self.text, timeout_s)
         self._combine(self._sources[slot], self._out)
 
@@ -129,6 +130,7 @@ class Transfer(Plan):
         self._reduction = reduction
 
     def run(self, steps: Steps, timeout_s: float) -> None:
+        """Piece after piece, putting one piece ahead."""
         steps.begin(timeout_s)
         first = steps.sequence + 1
         piece = num_put = 0
@@ -174,6 +176,7 @@ class AgreedTransfer(Transfer):
     """A transfer whose number of steps no member knows alone: each sends its own with the first piece, the largest counts."""
 
     def run(self, steps: Steps, timeout_s: float) -> None:
+        """As a transfer, with the steps that all members need."""
         mine = self._num_steps
         try:
             super().run(steps, timeout_s)
@@ -211,6 +214,7 @@ class TwoShot(Plan):
         return self._local[start : start + self._part_bytes]
 
     def run(self, steps: Steps, timeout_s: float) -> None:
+        """Chunk after chunk, putting the next one before this one's results are taken."""
         steps.begin(timeout_s)
         first = steps.sequence + 1
         self._put(steps, 0)

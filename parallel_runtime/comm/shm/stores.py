@@ -9,7 +9,7 @@ __all__ = ["StoreAdapter", "TorchStore"]
 class TorchStore(Protocol):
     """The part of ``torch.distributed.Store`` that is used here."""
 
-    def set(self, key: str, value: bytes, /) -> None:
+    def set(self, key: str, value: str, /) -> None:
         """Publish ``value`` under ``key``."""
 
     def wait(self, keys: list[str], timeout: timedelta, /) -> None:
@@ -31,8 +31,8 @@ class StoreAdapter:
         self._store = store
 
     def set(self, key: str, value: bytes) -> None:
-        """Publish ``value`` under ``key``."""
-        self._store.set(key, value)
+        """Publish ``value``, which is text, under ``key``."""
+        self._store.set(key, value.decode())
 
     def get(self, key: str, timeout_s: float) -> bytes:
         """Wait for ``key``.

@@ -60,6 +60,7 @@ class _SymmetricPlan(Plan):
     """Between two steps, every member's input may be read."""
 
     def run(self, steps: Steps, timeout_s: float) -> None:
+        """A step to begin, the work, a step to end."""
         steps.begin(timeout_s)
         steps.announce(self.print)
         steps.collect(steps.peers, steps.sequence, self.print, self.text)

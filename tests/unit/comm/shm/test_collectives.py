@@ -89,8 +89,10 @@ def test_movements_deliver_every_byte(
 ) -> None:
     root = data.draw(st.integers(0, world_size - 1))
     lengths = [data.draw(st.integers(0, 200_000)) for _ in range(world_size)]
-    parts = [[draw(src * 10 + dst, (lengths[(src + dst) % world_size],), dtype, seed) for dst in range(world_size)]
-             for src in range(world_size)]
+    parts = [
+        [draw(src * 10 + dst, (lengths[(src + dst) % world_size],), dtype, seed) for dst in range(world_size)]
+        for src in range(world_size)
+    ]
     inputs = [draw(rank, (size,), dtype, seed) for rank in range(world_size)]
 
     def body(comm: ShmCommunicator) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import socket
 import stat
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -163,7 +164,7 @@ def test_geometries_never_overlap() -> None:
                         spans += [(geometry.written(src, dst), 128), (geometry.consumed(src, dst), 128)]
                         spans.append((geometry.ring(src, dst), geometry.ring_bytes))
             spans.sort()
-            assert all(start + nbytes <= following for (start, nbytes), (following, _) in zip(spans, spans[1:], strict=False))
+            assert all(start + nbytes <= following for (start, nbytes), (following, _) in pairwise(spans))
             assert spans[-1][0] + spans[-1][1] == geometry.nbytes
             assert geometry.nbytes <= 32 << 20 or world_size > 32
 
