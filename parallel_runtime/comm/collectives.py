@@ -418,6 +418,8 @@ def _deliver(out: Tensor | None, result: Tensor) -> Tensor:
 
 def _rows(target: Tensor, moved: Tensor) -> Tensor:
     """``target`` ``(world_size, ...)`` in the form that ``moved`` has, one row per member."""
+    if moved.dtype is target.dtype:
+        return target
     return movable(target).view(target.shape[0], *moved.shape)
 
 

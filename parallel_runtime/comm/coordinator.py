@@ -190,23 +190,34 @@ class GroupCoordinator:
         """The last ``count`` operations of its communicator, oldest first, the one under way at the end."""
         return self._core.traffic.recorder.tail(count)
 
-    def close(self, *, grace_s: float = 0.0) -> int:
-        """Refuse further use and free what only this group uses. Twice is nothing.
+    def flush(self, grace_s: float) -> int:
+        """Wait until receivers have confirmed what was sent to them, then let go of it.
 
         Args:
-            grace_s: How long to wait for receivers to confirm what was sent to them; 0 never waits, as after an exception.
+            grace_s: How long to wait, in seconds; 0 only looks.
 
         Returns:
-            How many sends were dropped because nobody has confirmed them; more than none is logged, too.
+            How many sends were dropped because nobody had confirmed them; more than none is logged, too.
         """
         if not self._core.is_open or self._core.is_foreign:
             return 0
         dropped = self._outbox.settle(grace_s)
-        self._core.close()
         if dropped:
-            _logger.warning(
-                "group %s closed with %d sends that no receiver had confirmed after %g s", self.name, dropped, grace_s
-            )
+            _logger.warning("group %s dropped %d sends that no receiver had confirmed after %g s", self.name, dropped, grace_s)
+        return dropped
+
+    def close(self, *, grace_s: float = 0.0) -> int:
+        """Refuse further use and free what only this group uses. Twice is nothing.
+
+        Args:
+            grace_s: How long to ``flush`` first; 0 never waits, as after an exception.
+
+        Returns:
+            How many sends were dropped.
+        """
+        dropped = self.flush(grace_s)
+        if not self._core.is_foreign:
+            self._core.close()
         return dropped
 
     def __repr__(self) -> str:

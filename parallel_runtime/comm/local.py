@@ -330,9 +330,8 @@ class LocalCommunicator(Communicator):
         hub, group = self._hub, self._group
         src, _, tag, _ = letter
         with hub._changed:
-            wait = _Wait(
-                self._rank, f"recv (wire tag {tag} of {self._key})", group, lambda: letter in group.mail, lambda: [group.ranks[src]]
-            )
+            what = f"recv (wire tag {tag} of {self._key})"
+            wait = _Wait(self._rank, what, group, lambda: letter in group.mail, lambda: [group.ranks[src]])
             hub._wait(wait, timeout_s)
             message = group.mail.pop(letter)
         self._fill(tensor, message, "recv")

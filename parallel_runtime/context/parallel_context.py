@@ -114,6 +114,9 @@ class ParallelContext:
         self._state = ContextState.CLOSED
         if self._pid != os.getpid():
             return  # a forked copy: the sockets belong to the parent
+        if error is None:
+            for group in (*self._groups.values(), *self._extra_groups.values()):
+                group.flush(self._config.deadlines.exit_s)
         self._say_why(error)
         self._stack.close()
         if error is None and self._serves_store and self._meeting is not None:

@@ -85,4 +85,4 @@ def test_b044_leaving_with_unfinished_sends_says_how_many(kind: str, caplog: pyt
 
     with caplog.at_level(logging.WARNING):
         assert World(kind)(2, body) == [2, 0]
-    assert "closed with 2 sends that no receiver had confirmed" in caplog.text
+    assert "dropped 2 sends that no receiver had confirmed" in caplog.text
