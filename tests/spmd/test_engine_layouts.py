@@ -74,6 +74,16 @@ def test_little_memory_and_small_batches_change_nothing(tmp_path: Path) -> None:
     assert [completion.token_ids for completion in completions] == greedy_reference(model, PROMPTS, NEW)
 
 
+def test_one_that_finds_no_room_waits_for_the_other_to_end(tmp_path: Path) -> None:
+    """The second batch cannot start while the first is under way, so its slot stays empty."""
+    model = write_tiny_model(tmp_path / "model")
+    prompts = [PROMPTS[2], PROMPTS[2][::-1]]
+    serving = ServingConfig(page_size=4, kv_cache_tokens=32)
+    with Engine(model, parallel=ParallelConfig(pp=2), serving=serving, executor="threads") as engine:
+        completions = engine.generate(prompts, GREEDY)
+    assert [completion.token_ids for completion in completions] == greedy_reference(model, prompts, NEW)
+
+
 @pytest.mark.processes
 def test_ranks_as_processes(tmp_path: Path) -> None:
     model = write_tiny_model(tmp_path / "model")

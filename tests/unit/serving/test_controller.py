@@ -117,6 +117,28 @@ def test_abort_goes_where_the_request_is(stage: Stage) -> None:
     assert (stage.heard(0), stage.heard(1)) == ([Abort("a"), Abort("c")], [])
 
 
+class AbortingLink:
+    """A link over which a request is being sent while another thread aborts it."""
+
+    def __init__(self) -> None:
+        self.controller: DataParallelController | None = None
+        self.sent: list[FrontMessage] = []
+
+    def send_bytes(self, payload: bytes) -> None:
+        message = decode_front(payload)
+        if isinstance(message, Submit):
+            assert self.controller is not None
+            self.controller.abort(message.request.request_id)
+        self.sent.append(message)
+
+
+def test_an_abort_never_overtakes_its_request() -> None:
+    link = AbortingLink()
+    link.controller = DataParallelController([link])  # type: ignore[list-item]  # as much of a link as is needed
+    link.controller.submit(make("a"), SimpleQueue())
+    assert link.sent == [Submit(make("a")), Abort("a")]
+
+
 def test_shutdown_reaches_every_leader_that_is_there(stage: Stage) -> None:
     stage.leaders[0].close()
     stage.controller.shutdown()

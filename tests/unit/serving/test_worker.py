@@ -62,6 +62,16 @@ def test_a_replica_agrees_on_the_least_memory_and_one_seed(model: Path) -> None:
     assert [result[2] for result in results[:3]] == [2 * 4 * 4 * heads * 8 * 4 for heads in (1, 1, 1)]
 
 
+def test_the_rank_with_the_least_room_decides(model: Path) -> None:
+    """Stages of 2, 1 and 1 layers: a block of the first needs twice the memory."""
+
+    def run(ctx: ParallelContext) -> int:
+        config = ServingConfig(page_size=2**16, max_batch_requests=1000, max_batch_tokens=1000)
+        return TpModelWorker(ctx, model=model, config=config).limits.num_blocks
+
+    assert len(set(run_threads(run, ParallelConfig(pp=3)))) == 1
+
+
 def test_limits_follow_the_config(model: Path) -> None:
     def run(ctx: ParallelContext) -> PolicyLimits:
         config = ServingConfig(
