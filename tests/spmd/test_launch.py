@@ -17,14 +17,8 @@ pytestmark = [pytest.mark.processes, pytest.mark.timeout(60)]
 TWO = ParallelConfig(tp=2)
 
 
-def stay(ctx: ParallelContext, *, stop: bool = False) -> None:
-    if ctx.rank == 1 and stop:
-        os.kill(os.getpid(), signal.SIGSTOP)
+def stay(ctx: ParallelContext) -> None:
     threading.Event().wait(60)
-
-
-def stay_or_stop(ctx: ParallelContext) -> None:
-    stay(ctx, stop=True)
 
 
 def rank_of(ctx: ParallelContext) -> int:
@@ -37,11 +31,18 @@ def fail_on_one(ctx: ParallelContext) -> None:
     threading.Event().wait(60)
 
 
-def test_a_run_that_takes_too_long_is_ended_even_if_a_rank_is_stopped() -> None:
+def test_a_run_that_takes_too_long_is_ended() -> None:
     with pytest.raises(
         LaunchError, match=r"2 of 2 ranks had not finished .*within 1 s: .*rank 1 \(pid \d+\) is running the function"
     ):
-        launch(stay_or_stop, TWO, timeout_s=1.0)
+        launch(stay, TWO, timeout_s=1.0)
+
+
+def test_a_stopped_rank_is_ended_too() -> None:
+    with LocalRanks(stay, TWO) as ranks:
+        for pid in ranks.pids:
+            os.kill(pid, signal.SIGSTOP)
+    assert still_alive(list(ranks.pids)) == []
 
 
 def test_leaving_the_block_ends_the_ranks() -> None:

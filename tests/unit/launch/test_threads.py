@@ -61,6 +61,15 @@ def test_a_rank_that_returns_early_releases_those_that_wait_for_it() -> None:
     assert isinstance(caught.value.__cause__, PeerLostError)
 
 
+def test_a_deadlock_of_some_is_seen_once_the_others_have_returned() -> None:
+    def cross(ctx: ParallelContext) -> None:
+        if ctx.rank:
+            ctx.tp.recv(src=3 - ctx.rank)
+
+    with pytest.raises(RankFailedError, match="every rank waits and none can go on"):
+        run_threads(cross, ParallelConfig(tp=3), timeout_s=30)
+
+
 def test_a_run_that_takes_too_long_is_ended() -> None:
     released = threading.Event()
 
