@@ -69,10 +69,17 @@ class Collectives:
         core = self._core
         plan = self._reductions.get((tensor.dtype, op)) or self._plan(tensor, op, "all_reduce_")
         limit_s = core.collective_s if timeout_s is None else core.deadline(timeout_s, 0.0)
-        if plan.view is None and tensor.is_contiguous() and tensor.numel() and not tensor.requires_grad and not core.spec.checked:
+        if (
+            plan.view is None
+            and tensor.is_cpu is core.is_cpu
+            and tensor.is_contiguous()
+            and tensor.numel()
+            and not tensor.requires_grad
+            and not core.spec.checked
+        ):
             core.run("all_reduce_", tensor, core.communicator.all_reduce_, tensor, plan.op, limit_s)
             return tensor
-        work = dense(tensor)
+        work = self._dense(tensor)
         if work.data_ptr() != tensor.data_ptr() or work.stride() != tensor.stride():
             check_writable(tensor, "all_reduce_")
         self._reduce_all(tensor, work, plan, "all_reduce_", limit_s)
@@ -83,7 +90,8 @@ class Collectives:
         core = self._core
         plan = self._reductions.get((tensor.dtype, op)) or self._plan(tensor, op, "all_reduce")
         limit_s = core.deadline(timeout_s, core.collective_s)
-        work = _copy(tensor) if out is None else _buffer(out, tuple(tensor.shape), tensor, "all_reduce").copy_(tensor.detach())
+        payload = self._dense(tensor)
+        work = _copy(tensor, payload) if out is None else _buffer(out, tuple(tensor.shape), tensor, "all_reduce").copy_(payload)
         self._reduce_all(tensor, work, plan, "all_reduce", limit_s)
         return _deliver(out, work)
 
@@ -91,7 +99,7 @@ class Collectives:
         """Join equal shards along ``dim``."""
         core = self._core
         limit_s = core.deadline(timeout_s, core.collective_s)
-        payload = dense(tensor)
+        payload = self._dense(tensor)
         dim = normal_dim(dim, payload.dim(), "all_gather")
         world_size = core.communicator.world_size
         shape = _scaled(payload, dim, world_size)
@@ -110,7 +118,7 @@ class Collectives:
         """Join shards whose sizes along ``dim`` differ."""
         core = self._core
         limit_s = core.deadline(timeout_s, core.collective_s)
-        payload = dense(tensor)
+        payload = self._dense(tensor)
         dim = _real_dim(dim, payload, "all_gatherv")
         if sizes is None:
             sizes = [row[0] for row in self._exchange("all_gatherv", [payload.shape[dim]], "", limit_s)]
@@ -130,7 +138,7 @@ class Collectives:
         core = self._core
         plan = self._reductions.get((tensor.dtype, op)) or self._plan(tensor, op, "reduce_scatter")
         limit_s = core.deadline(timeout_s, core.collective_s)
-        payload = dense(tensor)
+        payload = self._dense(tensor)
         dim = _real_dim(dim, payload, "reduce_scatter")
         world_size = core.communicator.world_size
         if payload.shape[dim] % world_size:
@@ -151,7 +159,7 @@ class Collectives:
         core = self._core
         plan = self._reductions.get((tensor.dtype, op)) or self._plan(tensor, op, "reduce_scatterv")
         limit_s = core.deadline(timeout_s, core.collective_s)
-        payload = dense(tensor)
+        payload = self._dense(tensor)
         dim = _real_dim(dim, payload, "reduce_scatterv")
         world_size = core.communicator.world_size
         _check_splits(sizes, world_size, "reduce_scatterv", "sizes", total=payload.shape[dim])
@@ -170,7 +178,7 @@ class Collectives:
         """Exchange equal parts."""
         core = self._core
         limit_s = core.deadline(timeout_s, core.collective_s)
-        payload = dense(tensor)
+        payload = self._dense(tensor)
         split_dim = _real_dim(split_dim, payload, "all_to_all")
         concat_dim = _real_dim(concat_dim, payload, "all_to_all")
         world_size = core.communicator.world_size
@@ -198,7 +206,7 @@ class Collectives:
         """Exchange parts of any size along ``dim``."""
         core = self._core
         limit_s = core.deadline(timeout_s, core.collective_s)
-        payload = dense(tensor)
+        payload = self._dense(tensor)
         dim = _real_dim(dim, payload, "all_to_allv")
         world_size = core.communicator.world_size
         try:
@@ -224,7 +232,7 @@ class Collectives:
         limit_s = core.deadline(timeout_s, core.collective_s)
         core.member(src, "src")
         check_writable(tensor, "broadcast_")
-        work = dense(tensor)
+        work = self._dense(tensor)
         self._agreed("broadcast_", tensor, (src,), core.communicator.broadcast_, movable(work), src, limit_s)
         return tensor if src == core.communicator.rank_in_group else _put_back(tensor, work)
 
@@ -233,11 +241,8 @@ class Collectives:
         core = self._core
         limit_s = core.deadline(timeout_s, core.collective_s)
         core.member(src, "src")
-        work = (
-            _copy(tensor)
-            if src == core.communicator.rank_in_group
-            else torch.empty_like(tensor, memory_format=torch.contiguous_format, requires_grad=False)
-        )
+        payload = self._dense(tensor)
+        work = _copy(tensor, payload) if src == core.communicator.rank_in_group else torch.empty_like(payload)
         self._agreed("broadcast", tensor, (src,), core.communicator.broadcast_, movable(work), src, limit_s)
         return work
 
@@ -247,7 +252,7 @@ class Collectives:
         plan = self._reductions.get((tensor.dtype, op)) or self._plan(tensor, op, "reduce")
         limit_s = core.deadline(timeout_s, core.collective_s)
         at_dst = core.member(dst, "dst") == core.communicator.rank_in_group
-        payload = dense(tensor)
+        payload = self._dense(tensor)
         output = _buffer(out, tuple(payload.shape), payload, "reduce") if at_dst else None
         args = (None if output is None else plan.apply(output), plan.apply(payload), dst, plan.op, limit_s)
         self._agreed("reduce", tensor, (dst, str(op)), core.communicator.reduce, *args)
@@ -258,7 +263,7 @@ class Collectives:
         core = self._core
         limit_s = core.deadline(timeout_s, core.collective_s)
         at_dst = core.member(dst, "dst") == core.communicator.rank_in_group
-        payload = dense(tensor)
+        payload = self._dense(tensor)
         dim = normal_dim(dim, payload.dim(), "gather")
         world_size = core.communicator.world_size
         shape = _scaled(payload, dim, world_size)
@@ -315,7 +320,7 @@ class Collectives:
         """``tensor`` as one row per member."""
         if tensor is None:
             raise ArgumentError("scatter: the source has to hand over a tensor, got None")
-        payload = dense(tensor)
+        payload = self._dense(tensor)
         dim = _real_dim(dim, payload, "scatter")
         world_size = self._core.communicator.world_size
         if payload.shape[dim] % world_size:
@@ -324,6 +329,10 @@ class Collectives:
                 f"{self._core.name}"
             )
         return _split_rows(payload, dim, world_size)
+
+    def _dense(self, tensor: Tensor) -> Tensor:
+        """``tensor`` as a communicator takes it."""
+        return dense(self._core.on_device(tensor))
 
     def _plan(self, tensor: Tensor, op: ReduceOp | str, operation: str) -> Reduction:
         plan = reduction(tensor.dtype, op, operation)
@@ -382,9 +391,9 @@ def _nothing(*_: object) -> None:
     """Stand in for a communicator where there is nothing to move."""
 
 
-def _copy(tensor: Tensor) -> Tensor:
-    work = dense(tensor)
-    return work.clone() if same_storage(work, tensor) else work
+def _copy(tensor: Tensor, payload: Tensor) -> Tensor:
+    """New memory with the values of ``tensor``, whose dense form is ``payload``."""
+    return payload.clone() if same_storage(payload, tensor) else payload
 
 
 def _put_back(tensor: Tensor, work: Tensor) -> Tensor:

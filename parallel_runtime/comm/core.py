@@ -30,7 +30,7 @@ class GroupCore:
         traffic: Lock, sequence and recorder, shared by the aliases of the group.
     """
 
-    __slots__ = ("collective_s", "communicator", "control", "is_open", "name", "p2p_s", "spec", "traffic")
+    __slots__ = ("collective_s", "communicator", "control", "is_cpu", "is_open", "name", "p2p_s", "spec", "traffic")
 
     def __init__(self, spec: GroupSpec, communicator: Communicator, control: Communicator) -> None:
         self.spec = spec
@@ -40,6 +40,7 @@ class GroupCore:
         self.traffic = communicator.traffic
         self.collective_s = spec.timeouts.collective_s
         self.p2p_s = spec.timeouts.p2p_s
+        self.is_cpu = spec.device.type == "cpu"
         self.is_open = True
         self.traffic.users += 1
 
@@ -135,6 +136,24 @@ class GroupCore:
                 f"(world ranks {self.spec.ranks})"
             )
         return value
+
+    def on_device(self, tensor: Tensor) -> Tensor:
+        """Check that the group moves ``tensor``.
+
+        Args:
+            tensor: What a caller handed over.
+
+        Returns:
+            The same tensor.
+
+        Raises:
+            ArgumentError: It is no tensor, or on another kind of device than the group.
+        """
+        if not isinstance(tensor, Tensor):
+            raise ArgumentError(f"{self.name}: expected a tensor, got {type(tensor).__name__}")
+        if tensor.device.type != self.spec.device.type:
+            raise ArgumentError(f"{self.name} moves tensors on {self.spec.device}, this one is on {tensor.device}; move it first")
+        return tensor
 
     def deadline(self, timeout_s: float | None, default_s: float) -> float:
         """``timeout_s``, or the group's own deadline where it is ``None``.

@@ -134,7 +134,7 @@ class PointToPoint:
     def isend(self, tensor: Tensor, dst: int | None, tag: int, copy: bool) -> SendHandle:
         """Start a send."""
         stream = (check_peer(self._core, dst, "dst", 1), check_tag(tag))
-        payload = dense(tensor)
+        payload = dense(self._core.on_device(tensor))
         if copy and same_storage(payload, tensor):
             payload = payload.clone()
         return SendHandle(self._core, self._core.run("isend", tensor, self._start, payload, stream), tensor, "isend")
@@ -143,13 +143,13 @@ class PointToPoint:
         """Send and wait for the confirmation."""
         limit_s = self._core.deadline(timeout_s, self._core.p2p_s)
         stream = (check_peer(self._core, dst, "dst", 1), check_tag(tag))
-        self._core.run("send", tensor, self._send, dense(tensor), stream, limit_s)
+        self._core.run("send", tensor, self._send, dense(self._core.on_device(tensor)), stream, limit_s)
 
     def irecv(self, src: int | None, tag: int, out: Tensor | None) -> RecvHandle:
         """Start a receive."""
         stream = (check_peer(self._core, src, "src", -1), check_tag(tag))
         if out is not None:
-            check_writable(out, "irecv")
+            check_writable(self._core.on_device(out), "irecv")
         return RecvHandle(self._core, self._core.run("irecv", out, _Receiving, self._core, stream, out), out)
 
     def recv(self, src: int | None, tag: int, out: Tensor | None, timeout_s: float | None) -> Tensor:
@@ -157,7 +157,7 @@ class PointToPoint:
         limit_s = self._core.deadline(timeout_s, self._core.p2p_s)
         stream = (check_peer(self._core, src, "src", -1), check_tag(tag))
         if out is not None:
-            check_writable(out, "recv")
+            check_writable(self._core.on_device(out), "recv")
         return self._core.run("recv", out, self._recv, stream, out, limit_s)
 
     def exchange(
@@ -168,8 +168,8 @@ class PointToPoint:
         to = (check_peer(self._core, dst, "dst", 1), check_tag(tag))
         origin = (check_peer(self._core, src, "src", -1), check_tag(tag))
         if out is not None:
-            check_writable(out, "exchange")
-        return self._core.run("exchange", tensor, self._exchange, dense(tensor), to, origin, out, limit_s)
+            check_writable(self._core.on_device(out), "exchange")
+        return self._core.run("exchange", tensor, self._exchange, dense(self._core.on_device(tensor)), to, origin, out, limit_s)
 
     def _start(self, payload: Tensor, stream: tuple[int, int]) -> Sending:
         self._outbox.reap()

@@ -176,6 +176,13 @@ def test_exotic_tensors_are_refused(kind: str) -> None:
     def body(group: GroupCoordinator) -> None:
         with pytest.raises(ArgumentError, match=r"expected a strided tensor, got torch.sparse_coo"):
             group.all_gather(torch.ones(2).to_sparse())
+        elsewhere = torch.ones(2, device="meta")
+        calls = (group.all_reduce, group.all_reduce_, group.all_gather, group.broadcast, group.send, group.isend, group.exchange)
+        for call in (*calls, group.broadcast_):
+            with pytest.raises(ArgumentError, match="moves tensors on cpu, this one is on meta; move it first"):
+                call(elsewhere)
+        with pytest.raises(ArgumentError, match="this one is on meta"):
+            group.recv(out=elsewhere)
         with pytest.raises(ArgumentError, match="expected a tensor, got list"):
             group.all_gather([1.0])  # type: ignore[arg-type]
         group.barrier()
