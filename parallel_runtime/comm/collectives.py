@@ -75,7 +75,7 @@ class Collectives:
             and tensor.is_contiguous()
             and tensor.numel()
             and not tensor.requires_grad
-            and not core.spec.checked
+            and not core.checked
         ):
             core.run("all_reduce_", tensor, core.communicator.all_reduce_, tensor, plan.op, limit_s)
             return tensor

@@ -30,7 +30,7 @@ class GroupCore:
         traffic: Lock, sequence and recorder, shared by the aliases of the group.
     """
 
-    __slots__ = ("collective_s", "communicator", "control", "is_cpu", "is_open", "name", "p2p_s", "spec", "traffic")
+    __slots__ = ("checked", "collective_s", "communicator", "control", "is_cpu", "is_open", "name", "p2p_s", "spec", "traffic")
 
     def __init__(self, spec: GroupSpec, communicator: Communicator, control: Communicator) -> None:
         self.spec = spec
@@ -41,6 +41,7 @@ class GroupCore:
         self.collective_s = spec.timeouts.collective_s
         self.p2p_s = spec.timeouts.p2p_s
         self.is_cpu = spec.device.type == "cpu"
+        self.checked = spec.checked and control.world_size > 1
         self.is_open = True
         self.traffic.users += 1
 
@@ -101,7 +102,7 @@ class GroupCore:
         Raises:
             CollectiveMismatchError: The members entered different operations; raised on all of them, before anything ran.
         """
-        if not self.spec.checked or self.control.world_size == 1:
+        if not self.checked:
             return self.run(operation, tensor, call, *args)
         result: _T = self.run(operation, tensor, self._checked, f"{operation}{agreed}", call, args)
         return result
