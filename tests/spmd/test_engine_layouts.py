@@ -84,6 +84,17 @@ def test_one_that_finds_no_room_waits_for_the_other_to_end(tmp_path: Path) -> No
     assert [completion.token_ids for completion in completions] == greedy_reference(model, prompts, NEW)
 
 
+def test_bfloat16_stages_say_what_one_rank_says(tmp_path: Path) -> None:
+    """A pipeline computes the same sums in the same order, so even the low precision is equal."""
+    model = write_tiny_model(tmp_path / "model")
+    said = []
+    for parallel in (ParallelConfig(), ParallelConfig(pp=2), ParallelConfig(pp=4)):
+        serving = ServingConfig(dtype="bfloat16", num_microbatches=1)
+        with Engine(model, parallel=parallel, serving=serving, executor="threads") as engine:
+            said.append([completion.token_ids for completion in engine.generate(PROMPTS, GREEDY)])
+    assert said[0] == said[1] == said[2]
+
+
 @pytest.mark.processes
 def test_ranks_as_processes(tmp_path: Path) -> None:
     model = write_tiny_model(tmp_path / "model")
