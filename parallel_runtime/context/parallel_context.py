@@ -42,8 +42,8 @@ class ParallelContext:
     rank's groups: its members alone open a group, equal groups share one connection, and a group of one opens nothing. No default
     process group of torch is made or used, so any number of contexts live side by side.
 
-    Leaving normally tells the others and waits for nobody, except that a rank which serves the world's store keeps it up to
-    ``deadlines.exit_s`` until the others have left. Leaving by an exception closes everything at once.
+    Leaving normally waits, up to ``deadlines.exit_s``, until what this rank sent has been received and, if it serves the world's
+    store, until the others have left; it waits for nothing else. Leaving by an exception closes everything at once.
 
     Args:
         config: Sizes and settings; a size of -1 is filled in from the number of ranks.
@@ -114,11 +114,12 @@ class ParallelContext:
         self._state = ContextState.CLOSED
         if self._pid != os.getpid():
             return  # a forked copy: the sockets belong to the parent
-        if error is None:
-            for group in (*self._groups.values(), *self._extra_groups.values()):
-                group.flush(self._config.deadlines.exit_s)
-        self._say_why(error)
-        self._stack.close()
+        try:
+            if error is None:
+                self._flush()
+        finally:
+            self._say_why(error)
+            self._stack.close()
         if error is None and self._serves_store and self._meeting is not None:
             self._meeting.wait_until_all_left(self._config.deadlines.exit_s)
         self._forget()
@@ -410,6 +411,11 @@ class ParallelContext:
         if self._state is not ContextState.OPEN:
             hint = "enter it with `with context:`" if self._state is ContextState.NEW else "make a new one"
             raise ContextStateError(f"this ParallelContext is {self._state}, so it has no groups; {hint}")
+
+    def _flush(self) -> None:
+        """Let receivers confirm what was sent to them."""
+        for group in (*self._groups.values(), *self._extra_groups.values()):
+            group.flush(self._config.deadlines.exit_s)
 
     def _say_why(self, error: BaseException | None) -> None:
         """Note in the store that this rank leaves, before its connections go and peers look for the reason."""
