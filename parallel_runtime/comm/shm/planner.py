@@ -17,7 +17,7 @@ __all__ = ["Planner"]
 
 _ONE_SHOT_BYTES: Final = 1 << 20
 _ONE_SHOT_BYTES_MANY: Final = 32 << 10
-_PIECE_BYTES: Final = 256 << 10
+_PIECE_BYTES: Final = 512 << 10  # smaller ones are still dirty in the writer's cache when they are read, which is slower
 _SYMMETRIC_BYTES: Final = 16 << 10
 _ALIGNMENT: Final = 64
 
@@ -38,7 +38,7 @@ class Planner:
         self._rank = steps.rank_in_group
         self._world_size = steps.world_size
         self._piece_bytes = min(_PIECE_BYTES, steps.slot_bytes)
-        self._share_bytes = max(steps.slot_bytes // (self._world_size - 1) // _ALIGNMENT, 1) * _ALIGNMENT
+        self._share_bytes = min(steps.slot_bytes // (self._world_size - 1) // _ALIGNMENT * _ALIGNMENT, self._piece_bytes)
         self._slots: dict[tuple[int, torch.dtype, ReduceOp], SlotVectors] = {}
         self.buffers: list[SymmetricBuffer] = []
 
