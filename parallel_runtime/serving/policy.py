@@ -285,17 +285,6 @@ class SchedulingPolicy:
         self._end(entry, RequestState.ABORTED)
         return True
 
-    def abort_all(self) -> tuple[str, ...]:
-        """End every request alive.
-
-        Returns:
-            Their names, in order of arrival.
-        """
-        names = self.alive
-        for request_id in names:
-            self.abort(request_id)
-        return names
-
     def schedule(self) -> Batch:
         """Choose what is computed next. Running requests come first, oldest first; then waiting ones as far as there is room.
 

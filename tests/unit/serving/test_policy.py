@@ -130,14 +130,14 @@ def test_the_result_of_an_aborted_request_is_dropped_even_when_its_name_comes_ba
     assert shape(policy.schedule()) == [("b", 4, 1, True), ("a", 0, 6, True)]
 
 
-def test_abort_all() -> None:
-    policy = make_policy()
-    for name in "abc":
+def test_those_alive_are_named_in_order_of_arrival() -> None:
+    policy = make_policy(max_batch_requests=2)
+    for name in "cab":
         policy.add(make(name, 3))
     turn(policy)
-    assert policy.abort_all() == ("a", "b", "c")
-    assert policy.abort_all() == ()
-    assert policy.is_idle
+    assert policy.alive == ("c", "a", "b")
+    policy.abort("a")
+    assert policy.alive == ("c", "b")
 
 
 def test_two_slots_share_the_requests_and_never_one_request() -> None:
