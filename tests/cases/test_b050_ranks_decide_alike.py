@@ -81,7 +81,7 @@ for turn in range(60):
     if batch.chunks:
         policy.complete([turn] * len(batch.sampled))
     if turn == 9:
-        print(policy.abort_all())
+        print([(name, policy.abort(name)) for name in policy.alive])
 """
 
 

@@ -135,9 +135,9 @@ def test_those_alive_are_named_in_order_of_arrival() -> None:
     for name in "cab":
         policy.add(make(name, 3))
     turn(policy)
-    assert policy.alive == ("c", "a", "b")
+    assert list(policy.alive) == ["c", "a", "b"]
     policy.abort("a")
-    assert policy.alive == ("c", "b")
+    assert list(policy.alive) == ["c", "b"]
 
 
 def test_two_slots_share_the_requests_and_never_one_request() -> None:
