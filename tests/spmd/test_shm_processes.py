@@ -161,6 +161,7 @@ def inherits(store: Any, rank: int, world_size: int) -> bool:
     comm = open_member(store, rank, world_size)
     child = os.fork()
     if child == 0:
+        comm.close()
         os._exit(0)
     os.waitpid(child, 0)
     total = torch.ones(1)

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Final, Self, final
+from typing import Final, Self, TypeAlias, final
 
 import torch
 from torch import Tensor
@@ -18,14 +18,18 @@ from parallel_runtime.comm.shm.segment import KeyValueStore, Segment, SegmentWay
 from parallel_runtime.comm.shm.steps import Steps, fingerprint
 from parallel_runtime.comm.shm.symmetric import SymmetricBuffer
 from parallel_runtime.comm.shm.waiting import Bells, Liveness, Waiter
-from parallel_runtime.errors import ContextStateError, PeerFailedError, PeerLostError
+from parallel_runtime.errors import ArgumentError, ContextStateError, PeerFailedError, PeerLostError
 
-__all__ = ["ShmCommunicator"]
+__all__ = ["Bytes", "ShmCommunicator"]
+
+Bytes: TypeAlias = bytes | bytearray | memoryview
+"""What ``broadcast_bytes`` takes and gives."""
 
 _MAX_PLANS: Final = 512
 _SPINS: Final = 300
 _SPINS_CROWDED: Final = 2
 _PAGE: Final = 4096
+_MAX_MEMBERS: Final = 128
 _REDUCTIONS: Final = frozenset((Operation.ALL_REDUCE, Operation.REDUCE_SCATTER, Operation.REDUCE))
 
 
@@ -61,11 +65,14 @@ class ShmCommunicator(Communicator):
         self._broken = ""
         self._plans: dict[Hashable, Plan] = {}
         self._num_buffers = 0
+        self._pid = os.getpid()
+        self._byte_texts = tuple(f"broadcast_bytes(src {src})" for src in range(self.world_size))
+        self._byte_prints = tuple(map(fingerprint, self._byte_texts))
         memory = segment.memory
         bells = Bells(memory, geometry, rank_in_group)
         liveness = Liveness(memoryview(memory).cast("q"), geometry, segment.pids, rank_in_group)
         shares_process = segment.pids.count(os.getpid()) > 1
-        is_crowded = shares_process or len(os.sched_getaffinity(0)) < self.world_size
+        is_crowded = shares_process or segment.num_cores < self.world_size
         waiter = Waiter(bells, liveness, spins=_SPINS_CROWDED if is_crowded else _SPINS, shares_process=shares_process)
         self._steps = steps = Steps(memory, geometry, rank_in_group, waiter, bells)
         mailbox = Mailbox(memory, geometry, rank_in_group, waiter, bells)
@@ -101,6 +108,8 @@ class ShmCommunicator(Communicator):
 
         Collective: all members.
         """
+        if world_size > _MAX_MEMBERS:
+            return Unavailable(reason=f"{world_size} members; a group that shares memory has at most {_MAX_MEMBERS}")
         geometries = choose_geometries(world_size)
         sizes = [geometry.nbytes for geometry in geometries]
         segment = open_segment(store, key, rank_in_group, world_size, sizes, timeout_s, ways)
@@ -178,13 +187,23 @@ class ShmCommunicator(Communicator):
 
     def isend(self, tensor: Tensor, dst: int, tag: int) -> Work:
         """Start sending; done when all bytes are in the ring, so at once for what fits it."""
-        return self._open().mailbox.isend(tensor, dst, tag)
+        mailbox = self._open().mailbox
+        try:
+            return mailbox.isend(tensor, dst, tag)
+        except BaseException as exc:
+            self._break(exc)
+            raise
 
     def irecv(self, tensor: Tensor, src: int, tag: int) -> Work:
         """Start receiving."""
-        return self._open().mailbox.irecv(tensor, src, tag)
+        mailbox = self._open().mailbox
+        try:
+            return mailbox.irecv(tensor, src, tag)
+        except BaseException as exc:
+            self._break(exc)
+            raise
 
-    def broadcast_bytes(self, data: bytes | bytearray | memoryview | None, src: int, timeout_s: float) -> bytes | bytearray:
+    def broadcast_bytes(self, data: Bytes | None, src: int, timeout_s: float) -> Bytes:
         """Hand bytes whose number only ``src`` knows to every member.
 
         Args:
@@ -193,22 +212,24 @@ class ShmCommunicator(Communicator):
             timeout_s: Seconds.
 
         Returns:
-            The bytes, on every member.
+            The bytes, on every member; ``data`` itself on ``src``.
 
         Raises:
+            ArgumentError: ``src`` has nothing to send.
             PeerTimeoutError: ``src``, or a reader that is several operations behind, did not come in time.
             PeerLostError: It is gone.
             CollectiveMismatchError: Members are in different operations.
 
         Collective: one step per slot of bytes.
         """
-        parts = self._open()
-        print_ = fingerprint(f"broadcast_bytes(src {src})")
+        steps, print_ = self._open().steps, self._byte_prints[src]
+        if src == self.rank_in_group and data is None:
+            raise ArgumentError(f"broadcast_bytes: this member, {src}, is the source and has nothing to send; pass the bytes")
         try:
-            if src == self.rank_in_group:
-                assert data is not None
-                return parts.steps.send_bytes(data, print_, timeout_s)
-            return parts.steps.receive_bytes(src, print_, f"broadcast_bytes(src {src})", timeout_s)
+            if data is not None and src == self.rank_in_group:
+                steps.send_bytes(data, print_, timeout_s)
+                return data
+            return steps.receive_bytes(src, print_, self._byte_texts[src], timeout_s)
         except BaseException as exc:
             self._break(exc)
             raise
@@ -243,18 +264,23 @@ class ShmCommunicator(Communicator):
             raise PeerFailedError(f"no symmetric memory of {self.world_size} x {nbytes} bytes: {segment.reason}")
         buffer = SymmetricBuffer(segment, self._num_buffers, self.world_size, self.rank_in_group)
         parts.planner.buffers.append(buffer)
+        self._plans.clear()  # one of them may stand for an ordinary tensor that lay where the buffer lies now
         return buffer.tensor(tuple(shape), dtype)
 
     def close(self) -> None:
-        """Leave: peers that wait for this member learn it at once. Memory goes with the last tensor that lies in it."""
+        """Leave: peers that wait for this member learn it at once. Memory goes with the last tensor that lies in it.
+
+        In a forked child it only lets go: the member is the parent.
+        """
         parts = self._parts
         if parts is None:
             return
         self._parts = None
         del self._steps  # no plan is left that could ask for it
         self._plans.clear()
-        parts.liveness.leave(gave_up=False)
-        parts.bells.ring()
+        if os.getpid() == self._pid:
+            parts.liveness.leave(gave_up=False)
+            parts.bells.ring()
         parts.mailbox.fail(ContextStateError("the communicator was closed before this message was done"))
         parts.liveness.close()
 
@@ -281,7 +307,7 @@ class ShmCommunicator(Communicator):
         return self._parts
 
     def _break(self, exc: BaseException) -> None:
-        parts = self._parts
+        parts = self._parts if os.getpid() == self._pid else None
         self._broken = f"{type(exc).__name__}: {exc}"
         self._plans.clear()
         if parts is not None:

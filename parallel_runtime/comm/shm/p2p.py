@@ -17,7 +17,7 @@ from parallel_runtime.comm.shm.geometry import Geometry
 from parallel_runtime.comm.shm.memory import view_bytes
 from parallel_runtime.comm.shm.ring import RingEnd
 from parallel_runtime.comm.shm.waiting import Bells, Waiter
-from parallel_runtime.errors import CollectiveMismatchError, PeerLostError, PeerTimeoutError
+from parallel_runtime.errors import CollectiveMismatchError, PeerError
 
 __all__ = ["Mailbox", "MessageWork"]
 
@@ -298,13 +298,15 @@ class Mailbox:
         self._waiter.deadline = None
         try:
             self._waiter.until(lambda: not work.is_open or (self._move(end) and not work.is_open), timeout_s, lambda: [work.peer])
-        except PeerTimeoutError as exc:
+        except PeerError as exc:
             is_whole = end.withdraw(work)
             work.finish(exc)
             if not is_whole and self.on_break is not None:
                 self.on_break(exc)
-        except PeerLostError as exc:
-            work.finish(exc)
+        except BaseException as exc:  # interrupted in the middle of a copy
+            if self.on_break is not None:
+                self.on_break(exc)
+            raise
 
     def forget(self) -> None:
         """One work less is under way."""

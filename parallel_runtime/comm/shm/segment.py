@@ -67,12 +67,14 @@ class Segment:
         nbytes: Its size, as agreed.
         pids: Every member's process id, in group order; ``None`` for one in another pid namespace.
         way: How this member got it; the creator reads ``"proc"``.
+        num_cores: Cores that the members may run on, all together.
     """
 
     memory: mmap.mmap
     nbytes: int
     pids: tuple[int | None, ...]
     way: SegmentWay
+    num_cores: int
 
 
 def available_bytes() -> int:
@@ -195,11 +197,12 @@ class _Room:
         return answer
 
 
-def _facts() -> dict[str, object]:
+def _facts() -> dict[str, Any]:
     host = socket.gethostname()
     with contextlib.suppress(OSError), open(_BOOT_ID) as file:
         host = file.read().strip()
-    return {"host": host, "pid": os.getpid(), "pids": os.stat("/proc/self/ns/pid").st_ino, "uid": os.geteuid()}
+    space, cores = os.stat("/proc/self/ns/pid").st_ino, sorted(os.sched_getaffinity(0))
+    return {"host": host, "pid": os.getpid(), "pids": space, "uid": os.geteuid(), "cores": cores}
 
 
 def _lead(room: _Room, sizes: Sequence[int]) -> Segment | Unavailable:
@@ -231,9 +234,10 @@ def _lead(room: _Room, sizes: Sequence[int]) -> Segment | Unavailable:
             "reason": reason,
             "pids": [fact["pid"] for fact in members],
             "spaces": [fact["pids"] for fact in members],
+            "cores": len({core for fact in members for core in fact["cores"]}),
         }
-        room.tell("verdict", verdict)
         memory[:_TOKEN_BYTES] = bytes(_TOKEN_BYTES)
+        room.tell("verdict", verdict)
         return Unavailable(reason=reason) if reason else _segment(memory, nbytes, verdict, mine, "proc")
 
 
@@ -328,4 +332,4 @@ class _Guest:
 
 def _segment(memory: mmap.mmap, nbytes: int, verdict: dict[str, Any], mine: dict[str, object], way: SegmentWay) -> Segment:
     pids = tuple(pid if space == mine["pids"] else None for pid, space in zip(verdict["pids"], verdict["spaces"], strict=True))
-    return Segment(memory=memory, nbytes=nbytes, pids=pids, way=way)
+    return Segment(memory=memory, nbytes=nbytes, pids=pids, way=way, num_cores=verdict["cores"])

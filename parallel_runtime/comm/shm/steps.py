@@ -125,7 +125,7 @@ class Steps:
         if peers is self.peers:
             self._settled = step
 
-    def send_bytes(self, data: bytes | bytearray | memoryview, print_: int, timeout_s: float) -> bytes:
+    def send_bytes(self, data: bytes | bytearray | memoryview, print_: int, timeout_s: float) -> None:
         """Be the source of bytes whose number the readers do not know.
 
         Raises:
@@ -140,7 +140,6 @@ class Steps:
             self.slots[self.rank_in_group][slot][: len(piece)] = piece
             self.put_header(slot, total)
             self.announce(print_)
-        return bytes(data) if not isinstance(data, bytes) else data
 
     def receive_bytes(self, src: int, print_: int, text: str, timeout_s: float) -> bytes | bytearray:
         """Be a reader of what ``src`` sends.

@@ -41,8 +41,10 @@ class SymmetricBuffer:
         self.start = torch.frombuffer(self._parts[rank_in_group], dtype=torch.uint8).data_ptr()
 
     def tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """This member's part as a tensor; it keeps the memory mapped."""
+        """This member's part as a tensor; it keeps the memory mapped. One without elements needs none."""
         count = torch.Size(shape).numel()
+        if not count:
+            return torch.empty(shape, dtype=dtype)
         offset = self._rank * self._part_bytes
         return torch.frombuffer(self._memory, dtype=dtype, count=count, offset=offset).view(shape)
 

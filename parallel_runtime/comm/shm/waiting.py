@@ -98,27 +98,22 @@ class Bells:
                 if self._futex is not None:
                     self._syscall(self._futex, ctypes.c_void_p(self._addresses[peer]), _FUTEX_WAKE, 1, None, None, 0)
 
-    def sleep(self, ready: Callable[[], bool], limit_s: float) -> bool:
+    def sleep(self, ready: Callable[[], bool], limit_s: float) -> None:
         """Sleep until somebody rings, at most ``limit_s`` seconds and never long.
 
         Args:
             ready: Asked once more after the mark is set.
-            limit_s: Seconds.
-
-        Returns:
-            What ``ready`` said last.
+            limit_s: Seconds, not negative.
         """
         heard = self._bells[self._rank].value
         self._marks[self._rank] = 1
         try:
             if self.is_fenced:
                 self._fence(_MEMBARRIER_GLOBAL_EXPEDITED)
-            if ready():
-                return True
-            self._pause(heard, min(limit_s, self._sleep_s))
+            if not ready():
+                self._pause(heard, min(limit_s, self._sleep_s))
         finally:
             self._marks[self._rank] = 0
-        return ready()
 
     def _pause(self, heard: int, seconds: float) -> None:
         if self._futex is None:
@@ -137,6 +132,7 @@ class Liveness:
         self._words = words
         self._states = [geometry.member(peer) // 8 + 1 for peer in range(geometry.world_size)]
         self._mine = self._states[rank_in_group]
+        self._lock = threading.Lock() if needs_fence() else None
         self._pidfds: dict[int, int] = {}
         self._dead: set[int] = set()
         self._poll = select.poll()
@@ -155,12 +151,16 @@ class Liveness:
 
     def leave(self, *, gave_up: bool) -> None:
         """Tell every peer that this member takes part no longer."""
+        if self._lock is not None:
+            full_fence(self._lock)
         if self._words[self._mine] == _IN_USE:
             self._words[self._mine] = _GAVE_UP if gave_up else _LEFT
 
     def why_gone(self, peer: int) -> str | None:
         """Why ``peer`` will never come, or ``None`` as far as anybody knows."""
         state = self._words[self._states[peer]]
+        if self._lock is not None:  # what the peer did before it went is looked for after this
+            full_fence(self._lock)
         if state == _LEFT:
             return f"member {peer} left"
         if state == _GAVE_UP:
@@ -225,9 +225,8 @@ class Waiter:
             return ready() or (self.chores is not None and self.chores())
 
         while not ready():
-            left_s = self.deadline - monotonic()
-            if not self._bells.sleep(stirred, left_s):
-                self._judge(ready, timeout_s, missing)
+            self._bells.sleep(stirred, max(self.deadline - monotonic(), 0.0))
+            self._judge(ready, timeout_s, missing)
 
     def _judge(self, ready: Callable[[], bool], timeout_s: float, missing: Callable[[], list[int]]) -> None:
         """Nothing came for a while: raise where nothing will come."""

@@ -4,8 +4,16 @@ import pytest
 import torch
 
 from parallel_runtime.comm.communicator import ReduceOp
-from parallel_runtime.comm.shm import ShmCommunicator
-from parallel_runtime.errors import CollectiveMismatchError, ContextStateError, PeerFailedError, PeerLostError, PeerTimeoutError
+from parallel_runtime.comm.shm import ShmCommunicator, Unavailable
+from parallel_runtime.errors import (
+    ArgumentError,
+    CollectiveMismatchError,
+    ContextStateError,
+    PeerFailedError,
+    PeerLostError,
+    PeerTimeoutError,
+    RendezvousError,
+)
 from tests.unit.comm.shm.members import MemoryStore, Threads
 
 TIMEOUT_S = 20.0
@@ -125,6 +133,25 @@ def test_nothing_works_after_close_and_closing_twice_is_nothing() -> None:
         assert shared[0].tolist() == [0] * 10
 
 
+def test_a_source_without_bytes_is_told_before_anything_is_sent() -> None:
+    with Threads(2) as group:
+        with pytest.raises(ArgumentError, match="this member, 0, is the source and has nothing to send"):
+            group.members[0].broadcast_bytes(None, 0, TIMEOUT_S)
+        group.run(lambda comm: comm.barrier(TIMEOUT_S))
+
+
+def test_more_members_than_a_segment_is_made_for_are_refused_alike() -> None:
+    for rank in (0, 200):
+        refused = ShmCommunicator.create(MemoryStore(), "group", rank, 300, 1.0)
+        assert refused == Unavailable(reason="300 members; a group that shares memory has at most 128")
+
+
+def test_a_symmetric_tensor_without_elements() -> None:
+    with Threads(2) as group:
+        shapes = group.run(lambda comm: tuple(comm.symmetric_empty((0, 3), torch.float32, TIMEOUT_S).shape))
+        assert shapes == [(0, 3), (0, 3)]
+
+
 def test_an_interrupted_operation_breaks_the_group_for_its_peer_too() -> None:
     class Interrupted(BaseException):
         pass
@@ -147,8 +174,6 @@ def test_an_interrupted_operation_breaks_the_group_for_its_peer_too() -> None:
 
 
 def test_a_member_that_never_comes_to_the_opening_is_named() -> None:
-    from parallel_runtime.errors import RendezvousError
-
     with pytest.raises(RendezvousError, match=r"member 1 of 2 did not publish 'joined/1' in time; this is member 0"):
         ShmCommunicator.create(MemoryStore(), "group", 0, 2, 0.05)
     with pytest.raises(RendezvousError, match=r"member 0 of 2 did not publish 'offer' in time; this is member 1"):

@@ -25,7 +25,7 @@ def test_processors_that_reorder_stores_are_fenced() -> None:
 
 
 def test_with_fences_everything_works_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = []
+    calls: list[object] = []
     for module in ("steps", "ring"):
         monkeypatch.setattr(f"parallel_runtime.comm.shm.{module}.needs_fence", lambda: True)
         monkeypatch.setattr(f"parallel_runtime.comm.shm.{module}.full_fence", calls.append)
@@ -60,8 +60,8 @@ def test_a_ring_ends_a_sleep_and_finds_only_sleepers(is_fenced: bool) -> None:
 
     def sleep() -> None:
         for number in range(rounds):
-            while not sleeper.sleep(lambda number=number: len(news) > number, 5.0):  # type: ignore[misc]
-                pass
+            while len(news) <= number:
+                sleeper.sleep(lambda number=number: len(news) > number, 5.0)  # type: ignore[misc]
 
     thread = threading.Thread(target=sleep)
     thread.start()
