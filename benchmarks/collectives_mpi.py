@@ -27,7 +27,7 @@ def make_call(case: Case, world: Any) -> Callable[[], object]:
         ValueError: MPI has no such operation here.
     """
     size, rank = world.size, world.rank
-    mine = np.zeros(max(case.nbytes // 4, 1), np.float32)
+    mine = np.ones(max(case.nbytes // 4, 1), np.float32)
     rows = np.zeros((size, mine.size), np.float32)
     part = np.zeros(max(mine.size // size, 1), np.float32)
     other = np.zeros_like(mine)

@@ -59,7 +59,7 @@ def our_call(case: Case, comm: ShmCommunicator) -> Callable[[], object]:
     size, rank, dtype = comm.world_size, comm.rank_in_group, getattr(torch, case.dtype)
     count = max(case.nbytes // dtype.itemsize, 1)
     operation, _, kind = case.operation.partition(" ")
-    mine = comm.symmetric_empty((count,), dtype, TIMEOUT_S).zero_() if kind == "symmetric" else torch.zeros(count, dtype=dtype)
+    mine = comm.symmetric_empty((count,), dtype, TIMEOUT_S).fill_(1) if kind == "symmetric" else torch.ones(count, dtype=dtype)
     other, rows = torch.zeros(count, dtype=dtype), torch.zeros((size, count), dtype=dtype)
     share = max(count // size, 1)
     shares, part = mine[: share * size].view(size, share) if count >= size else rows[:, :1], torch.zeros(share, dtype=dtype)
@@ -111,7 +111,7 @@ def gloo_call(case: Case, group: Any, size: int, rank: int) -> Callable[[], obje
     """
     dtype = getattr(torch, case.dtype)
     count = max(case.nbytes // dtype.itemsize, size)
-    mine, other, rows = torch.zeros(count, dtype=dtype), torch.zeros(count, dtype=dtype), torch.zeros((size, count), dtype=dtype)
+    mine, other, rows = torch.ones(count, dtype=dtype), torch.zeros(count, dtype=dtype), torch.zeros((size, count), dtype=dtype)
     shares = mine[: count // size * size]
     part = torch.zeros(count // size, dtype=dtype)
     if case.operation == "all_reduce":

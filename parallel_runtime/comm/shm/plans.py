@@ -9,7 +9,7 @@ each other less and a piece is still in the cache when it is read.
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import final
+from typing import TypeAlias, final
 
 from parallel_runtime.comm.shm.geometry import NUM_SLOTS
 from parallel_runtime.comm.shm.reductions import Reducer, Vector
@@ -18,6 +18,8 @@ from parallel_runtime.comm.shm.steps import Steps, fingerprint
 __all__ = ["AgreedTransfer", "OneShot", "Plan", "Put", "Reduction", "SlotVectors", "Take", "Transfer", "TwoShot"]
 
 _ALIGNMENT = 64
+_Copies: TypeAlias = list[tuple[memoryview, memoryview]]
+_Reads: TypeAlias = tuple[_Copies, list[Vector], Vector | None]
 
 
 class Plan(ABC):
@@ -128,6 +130,8 @@ class Transfer(Plan):
         self._puts = tuple(puts)
         self._takes = tuple(takes)
         self._reduction = reduction
+        self._first_writes: dict[int, _Copies] = {}
+        self._first_reads: dict[int, _Reads] = {}
 
     def run(self, steps: Steps, timeout_s: float) -> None:
         """Piece after piece, putting one piece ahead."""
@@ -144,31 +148,56 @@ class Transfer(Plan):
 
     def _put(self, steps: Steps, piece: int) -> None:
         if self._puts:
-            memory = steps.slots[steps.rank_in_group][steps.free_slot()]
-            start = piece * self._piece_bytes
-            for put in self._puts:
-                part = put.local[start : start + self._piece_bytes]
-                memory[put.offset : put.offset + len(part)] = part
+            slot = steps.free_slot()
+            for target, source in self._writes(steps, piece, slot):
+                target[:] = source
         steps.announce(self.print)
 
     def _take(self, steps: Steps, piece: int, slot: int) -> None:
+        copies, sources, out = self._reads(steps, piece, slot)
+        for target, source in copies:
+            target[:] = source
+        if self._reduction is not None and out is not None:
+            self._reduction.reducer.combine(sources, out)
+
+    def _writes(self, steps: Steps, piece: int, slot: int) -> _Copies:
+        """The views that a put copies between; those of the first piece are kept, small operations have no other."""
+        if piece == 0 and slot in self._first_writes:
+            return self._first_writes[slot]
+        memory = steps.slots[steps.rank_in_group][slot]
+        start = piece * self._piece_bytes
+        parts = [(put.offset, put.local[start : start + self._piece_bytes]) for put in self._puts]
+        copies = [(memory[offset : offset + len(part)], part) for offset, part in parts if part]
+        if piece == 0:
+            self._first_writes[slot] = copies
+        return copies
+
+    def _reads(self, steps: Steps, piece: int, slot: int) -> _Reads:
+        """The views that a take copies between, and what it combines; kept like those of a put."""
+        if piece == 0 and slot in self._first_reads:
+            return self._first_reads[slot]
         start = piece * self._piece_bytes
         stop = start + self._piece_bytes
+        copies = []
         for take in self._takes:
             part = take.local[start:stop]
-            if take.source is not None:
-                part[:] = take.source[start:stop]
-            elif part:
-                part[:] = steps.slots[take.member][slot][take.offset : take.offset + len(part)]
-        reduction = self._reduction
-        if reduction is not None:
-            out = reduction.out[start:stop]
-            reduction.reducer.combine(self._sources(steps, reduction, start, len(out), slot), reduction.reducer.vector(out))
+            slots = steps.slots[take.member][slot]
+            if part:
+                copies.append((part, slots[take.offset :][: len(part)] if take.source is None else take.source[start:stop]))
+        reads: _Reads = (copies, *self._operands(steps, start, stop, slot))
+        if piece == 0:
+            self._first_reads[slot] = reads
+        return reads
 
-    def _sources(self, steps: Steps, reduction: Reduction, start: int, nbytes: int, slot: int) -> list[Vector]:
-        memories = [slots[slot][at : at + nbytes] for slots, at in zip(steps.slots, reduction.offsets, strict=True)]
-        memories[steps.rank_in_group] = reduction.local[start : start + nbytes]
-        return [reduction.reducer.vector(memory) for memory in memories]
+    def _operands(self, steps: Steps, start: int, stop: int, slot: int) -> tuple[list[Vector], Vector | None]:
+        reduction = self._reduction
+        if reduction is None:
+            return [], None
+        out = reduction.out[start:stop]
+        memories = [slots[slot][at : at + len(out)] for slots, at in zip(steps.slots, reduction.offsets, strict=True)]
+        memories[steps.rank_in_group] = reduction.local[start:stop]
+        vector = reduction.reducer.vector
+        return [vector(memory) for memory in memories], vector(out)
 
 
 @final

@@ -2,6 +2,7 @@
 
 numpy where it has the type and does it at memory speed; torch for float16 and bfloat16. Two low-precision operands are added
 in float32 and rounded once by torch itself; more of them, and averages, go through a float32 accumulator and are rounded once.
+An overflow is an infinity and no warning, as in torch.
 """
 
 from abc import ABC, abstractmethod
@@ -119,11 +120,12 @@ class _Numpy(Reducer):
 
     def combine(self, sources: Sequence[Vector], out: Vector) -> None:
         ufunc = self._ufunc
-        ufunc(sources[0], sources[1], out=out)
-        for source in sources[2:]:
-            ufunc(out, source, out=out)
-        if self._divisor != 1:
-            self._divide(cast("npt.NDArray[Any]", out))
+        with np.errstate(all="ignore"):
+            ufunc(sources[0], sources[1], out=out)
+            for source in sources[2:]:
+                ufunc(out, source, out=out)
+            if self._divisor != 1:
+                self._divide(cast("npt.NDArray[Any]", out))
 
     def _divide(self, out: npt.NDArray[Any]) -> None:
         if self._dtype.kind in "fc":
@@ -139,12 +141,17 @@ class _NumpyPair(Reducer):
     def __init__(self, ufunc: np.ufunc, dtype: np.dtype[Any]) -> None:
         self._ufunc = ufunc
         self._dtype = dtype
+        self._is_exact = dtype.kind not in "fc"
 
     def vector(self, memory: memoryview) -> Vector:
         return np.frombuffer(memory, self._dtype)
 
     def combine(self, sources: Sequence[Vector], out: Vector) -> None:
-        self._ufunc(sources[0], sources[1], out=out)
+        if self._is_exact:
+            self._ufunc(sources[0], sources[1], out=out)
+            return
+        with np.errstate(all="ignore"):
+            self._ufunc(sources[0], sources[1], out=out)
 
 
 @final

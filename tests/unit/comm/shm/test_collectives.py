@@ -228,6 +228,20 @@ def test_low_precision_is_rounded_once(worlds: dict[int, Threads]) -> None:
     assert worlds[4].run(body) == [(exact, exact)] * 4
 
 
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64, torch.complex64])
+@pytest.mark.parametrize("size", [3, 600_000])
+def test_what_overflows_is_infinite_without_a_warning(
+    worlds: dict[int, Threads], world_size: int, dtype: torch.dtype, size: int
+) -> None:
+    def body(comm: ShmCommunicator) -> bool:
+        large = torch.full((size,), torch.finfo(dtype).max, dtype=dtype)
+        comm.all_reduce_(large, ReduceOp.SUM, TIMEOUT_S)
+        return bool(large.isinf().all())
+
+    assert all(worlds[world_size].run(body))
+
+
 @pytest.mark.parametrize(
     ("op", "values", "expected"),
     [
