@@ -88,7 +88,15 @@ class SerializationError(ParallelRuntimeError, TypeError):
 
 
 class PeerError(ParallelRuntimeError, RuntimeError):
-    """Another rank is at fault."""
+    """Another rank is at fault.
+
+    Attributes:
+        ranks: World ranks at fault, as far as this rank could find out.
+        members: Positions in the group that the failed operation waited for, where its communicator knows them.
+    """
+
+    ranks: tuple[int, ...] = ()
+    members: tuple[int, ...] = ()
 
 
 class PeerTimeoutError(PeerError, TimeoutError):

@@ -6,6 +6,7 @@ module of the runtime that imports ``torch.distributed``; what its backends rais
 
 import re
 import socket
+import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -23,6 +24,7 @@ __all__ = [
     "C10dCommunicator",
     "HostedStore",
     "Store",
+    "adopted",
     "connect_store",
     "file_store",
     "gloo_device",
@@ -35,6 +37,9 @@ __all__ = [
 Store: TypeAlias = c10d.Store
 """Any store of torch: a small shared table of keys and bytes."""
 
+_SLICE: Final = timedelta(seconds=0.25)
+"""How long a gloo collective waits between two looks at what has become of its peers."""
+_SLICE_IS_OVER: Final = "Operation timed out!"
 _TIMED_OUT: Final = re.compile(r"[Tt]im(ed|e) ?out|[Tt]imeout")
 _LOST: Final = re.compile(r"closed by peer|reset by peer|[Bb]roken pipe|pair closure|refused|not connected|closed|[Ss]hutdown")
 _GLOO_SUMS: Final = frozenset(
@@ -88,7 +93,7 @@ class C10dCommunicator(Communicator):
         self._key = key
         self._broken = ""
         limit = timedelta(seconds=timeout_s)
-        table = list(range(world_size)) if ranks is None else [int(rank) for rank in ranks]
+        self._ranks = table = list(range(world_size)) if ranks is None else [int(rank) for rank in ranks]
         prefix = c10d.PrefixStore(key, store)
         prefix.set_timeout(limit)
         try:
@@ -196,13 +201,13 @@ class C10dCommunicator(Communicator):
     def isend(self, tensor: Tensor, dst: int, tag: int) -> Work:
         """Start one send of the backend."""
         return _C10dWork(
-            self, self._start(lambda group: group.send([tensor], dst, tag), f"member {dst}"), tensor, f"member {dst}"
+            self, self._start(lambda group: group.send([tensor], dst, tag), f"member {dst}"), tensor, dst
         )
 
     def irecv(self, tensor: Tensor, src: int, tag: int) -> Work:
         """Start one receive of the backend."""
         return _C10dWork(
-            self, self._start(lambda group: group.recv([tensor], src, tag), f"member {src}"), tensor, f"member {src}"
+            self, self._start(lambda group: group.recv([tensor], src, tag), f"member {src}"), tensor, src
         )
 
     def close(self) -> None:
@@ -222,12 +227,38 @@ class C10dCommunicator(Communicator):
     def _finish(self, call: Callable[[Any], c10d.Work], whom: str, timeout_s: float) -> None:
         work = self._start(call, whom)
         try:
-            work.wait()
+            if self.backend == "gloo":
+                self._wait_in_slices(work)
+            else:
+                work.wait()
         except RuntimeError as exc:
+            if isinstance(exc, PeerError):
+                raise
             raise self._translated(exc, whom, timeout_s) from exc
+        self.traffic.steps += 1
+
+    def _wait_in_slices(self, work: c10d.Work) -> None:
+        """Wait for a collective that the backend itself ends at the deadline; a peer that is gone ends it sooner."""
+        while True:
+            try:
+                work.wait(_SLICE)
+                return
+            except RuntimeError as exc:
+                if _SLICE_IS_OVER not in str(exc):
+                    raise
+            diagnostician = self.traffic.diagnostician
+            error = diagnostician and diagnostician.interruption(self._ranks, self._key, self.traffic.steps + 1)
+            if error:
+                self._broken = self._broken or str(error)
+                group, self._group = self._group, None
+                threading.Thread(target=_outlive, args=(work, group), name="abandoned-collective", daemon=True).start()
+                raise error
 
     def _translated(self, exc: RuntimeError, whom: str, timeout_s: float) -> PeerError:
-        """The typed error for what a backend raised. It leaves the group unusable, as the backend does."""
+        """The typed error for what a backend raised.
+
+        It leaves the group unusable, as the backend does; its connections close at once, so that no peer waits for this member.
+        """
         text = str(exc).strip().splitlines()[0] if str(exc).strip() else type(exc).__name__
         error: PeerError
         if _TIMED_OUT.search(text):
@@ -237,18 +268,28 @@ class C10dCommunicator(Communicator):
         else:
             error = PeerError(f"{self.backend} failed while waiting for {whom}: {text}")
         self._broken = self._broken or str(error)
+        self._group = None
         return error
+
+
+def _outlive(work: c10d.Work, group: object) -> None:
+    """Keep a backend until its last collective is over: giving it up would block until then."""
+    try:
+        work.wait()
+    except RuntimeError:
+        pass
+    del group
 
 
 @final
 class _C10dWork(Work):
     """A send or receive of the backend. A second wait on gloo's own would block, so the outcome is kept."""
 
-    def __init__(self, communicator: C10dCommunicator, work: c10d.Work, tensor: Tensor, whom: str) -> None:
+    def __init__(self, communicator: C10dCommunicator, work: c10d.Work, tensor: Tensor, peer: int) -> None:
         self._communicator = communicator
         self._work: c10d.Work | None = work
         self._tensor: Tensor | None = tensor
-        self._whom = whom
+        self._peer = peer
         self._error: PeerError | None = None
 
     def is_done(self) -> bool:
@@ -260,7 +301,8 @@ class _C10dWork(Work):
             try:
                 work.wait(timedelta(seconds=timeout_s))
             except RuntimeError as exc:
-                self._error = self._communicator._translated(exc, self._whom, timeout_s)
+                self._error = self._communicator._translated(exc, f"member {self._peer}", timeout_s)
+                self._error.members = (self._peer,)
             self._tensor = None
         if self._error is not None:
             raise self._error
@@ -427,3 +469,20 @@ def wrap(store: object) -> Store:
     if not isinstance(store, c10d.Store):
         raise ArgumentError(f"expected a torch.distributed store, got {type(store).__name__}")
     return store
+
+
+def adopted(process_group: object) -> tuple[Store, int, int]:
+    """What a process group of somebody else offers to stand on. It is neither used for communication nor destroyed.
+
+    Args:
+        process_group: Any ``torch.distributed.ProcessGroup``, such as ``torch.distributed.group.WORLD``.
+
+    Returns:
+        Its store, this process's rank in it, and its size.
+
+    Raises:
+        ArgumentError: It is something else.
+    """
+    if not isinstance(process_group, c10d.ProcessGroup):
+        raise ArgumentError(f"expected a torch.distributed process group, got {type(process_group).__name__}")
+    return process_group.get_group_store(), process_group.rank(), process_group.size()

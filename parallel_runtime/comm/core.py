@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from parallel_runtime.comm.communicator import Communicator
+from parallel_runtime.comm.diagnosis import Failure
 from parallel_runtime.comm.groups import GroupSpec
 from parallel_runtime.comm.recorder import Entry, describe
 from parallel_runtime.errors import ArgumentError, CollectiveMismatchError, ContextStateError, GroupBusyError, PeerError
@@ -79,7 +80,7 @@ class GroupCore:
         try:
             return call(*args)
         except PeerError as exc:
-            raise self.named(exc, operation, tensor, sequence) from exc
+            raise self.named(exc, operation, tensor, sequence, perf_counter() - start) from exc
         finally:
             recorder.finish(entry, perf_counter() - start)
             traffic.lock.release()
@@ -119,10 +120,25 @@ class GroupCore:
             raise CollectiveMismatchError(f"the members entered different operations: {table}")
         return call(*args)
 
-    def named(self, exc: PeerError, operation: str, tensor: Tensor | None, sequence: int) -> PeerError:
-        """The same kind of error, with the group, the sequence number and the operation in its text."""
+    def named(self, exc: PeerError, operation: str, tensor: Tensor | None, sequence: int, seconds: float) -> PeerError:
+        """The error with the group, the sequence number and the operation in its text, and the story where somebody knows it."""
         what = describe(operation, None, ()) if tensor is None else describe(operation, tensor.dtype, tuple(tensor.shape))
-        return type(exc)(f"{self.name} seq {sequence} {what}: {exc} [members of {self.name}: ranks {self.spec.ranks}]")
+        spec, diagnostician = self.spec, self.traffic.diagnostician
+        if diagnostician is None:
+            return type(exc)(f"{self.name} seq {sequence} {what}: {exc} [members of {self.name}: ranks {spec.ranks}]")
+        return diagnostician.explain(
+            Failure(
+                key=spec.key,
+                group=self.name,
+                ranks=spec.ranks,
+                rank=spec.rank,
+                sequence=sequence,
+                operation=operation,
+                what=what,
+                seconds=seconds,
+                error=exc,
+            )
+        )
 
     def member(self, value: int, word: str) -> int:
         """Check a group-local peer.

@@ -5,6 +5,7 @@ from collections import deque
 from threading import Lock
 from typing import Any, final
 
+from parallel_runtime.comm.diagnosis import Diagnostician
 from parallel_runtime.comm.recorder import Recorder
 
 __all__ = ["Streams", "Traffic"]
@@ -45,9 +46,11 @@ class Traffic:
         streams: Where point-to-point messages stand.
         pid: The process it belongs to.
         users: Open coordinators; the last one to close closes the communicator.
+        steps: Collectives of the communicator that this member has finished; counted where a wait can be interrupted.
+        diagnostician: Knows why peers do not come; ``None`` where nobody does.
     """
 
-    __slots__ = ("lock", "pid", "recorder", "sequence", "streams", "users")
+    __slots__ = ("diagnostician", "lock", "pid", "recorder", "sequence", "steps", "streams", "users")
 
     def __init__(self) -> None:
         self.lock = Lock()
@@ -56,3 +59,5 @@ class Traffic:
         self.streams = Streams()
         self.pid = os.getpid()
         self.users = 0
+        self.steps = 0
+        self.diagnostician: Diagnostician | None = None
