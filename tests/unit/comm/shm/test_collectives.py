@@ -121,6 +121,23 @@ def test_movements_deliver_every_byte(
         assert same(got["scatter"], inputs[rank])
 
 
+def test_a_member_with_little_to_exchange_stays_for_those_with_much(worlds: dict[int, Threads]) -> None:
+    def size(src: int, dst: int) -> int:
+        return 3_000_001 if (src, dst) == (0, 1) else 5
+
+    def body(comm: ShmCommunicator) -> bool:
+        rank = comm.rank_in_group
+        for step in range(3):
+            inputs = [torch.full((size(rank, dst),), 10 * rank + dst + step, dtype=torch.uint8) for dst in range(3)]
+            outputs = [torch.empty(size(src, rank), dtype=torch.uint8) for src in range(3)]
+            comm.all_to_allv(outputs, inputs, TIMEOUT_S)
+            if not all(bool((output == 10 * src + rank + step).all()) for src, output in enumerate(outputs)):
+                return False
+        return True
+
+    assert worlds[3].run(body) == [True] * 3
+
+
 @settings(max_examples=30)
 @given(
     world_size=st.sampled_from((2, 3, 4)),
