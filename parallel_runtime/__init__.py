@@ -5,12 +5,13 @@ from parallel_runtime.config import Deadlines, ModelShape, ParallelConfig, named
 from parallel_runtime.context import ContextState, ParallelContext
 from parallel_runtime.errors import ConfigError, LaunchError, ParallelRuntimeError, PeerError
 from parallel_runtime.launch import launch, run_threads
-from parallel_runtime.models import LlamaConfig, LlamaForCausalLM
+from parallel_runtime.models import CausalLM, ModelConfig
 from parallel_runtime.serving import DataParallelController, Engine, ModelRunner, SamplingParams, Scheduler, TpModelWorker
 from parallel_runtime.terms import Rank, RankInGroup
 from parallel_runtime.topology import Coordinate, Layout
 
 __all__ = [
+    "CausalLM",
     "Channel",
     "ConfigError",
     "ContextState",
@@ -21,8 +22,7 @@ __all__ = [
     "GroupCoordinator",
     "LaunchError",
     "Layout",
-    "LlamaConfig",
-    "LlamaForCausalLM",
+    "ModelConfig",
     "ModelRunner",
     "ModelShape",
     "ParallelConfig",

@@ -1,14 +1,18 @@
-"""Layers split over a tensor-parallel group; each is handed the one group it communicates over."""
+"""Layers split over groups; each is handed the groups it communicates over, and nothing else."""
 
 from parallel_runtime.layers.attention import Attention, causal_attention, causal_mask
 from parallel_runtime.layers.columns import ColumnPiece, ParallelColumns
 from parallel_runtime.layers.embedding import ParallelHead, VocabParallelEmbedding
+from parallel_runtime.layers.expert_groups import ExpertGroups
+from parallel_runtime.layers.experts import Experts, Router, Routing
+from parallel_runtime.layers.feed_forward import GatedFeedForward
 from parallel_runtime.layers.linear import (
     ColumnParallelLinear,
     GateUpParallelLinear,
     QkvParallelLinear,
     RowParallelLinear,
 )
+from parallel_runtime.layers.moe import MixtureOfExperts, SharedExpert
 from parallel_runtime.layers.norm import RMSNorm
 from parallel_runtime.layers.regions import copy_to_group, gather_from_group, reduce_from_group
 from parallel_runtime.layers.rotary import RotaryAngles, RotaryPositions, rotate
@@ -18,14 +22,21 @@ __all__ = [
     "Attention",
     "ColumnParallelLinear",
     "ColumnPiece",
+    "ExpertGroups",
+    "Experts",
     "GateUpParallelLinear",
+    "GatedFeedForward",
+    "MixtureOfExperts",
     "ParallelColumns",
     "ParallelHead",
     "QkvParallelLinear",
     "RMSNorm",
     "RotaryAngles",
     "RotaryPositions",
+    "Router",
+    "Routing",
     "RowParallelLinear",
+    "SharedExpert",
     "TensorSource",
     "VocabParallelEmbedding",
     "causal_attention",

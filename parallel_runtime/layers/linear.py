@@ -187,8 +187,19 @@ class RowParallelLinear(nn.Module):
 
         Collective: one all_reduce of the result; all members, same order.
         """
-        out = reduce_from_group(functional.linear(x, self.weight), self.tp)
+        out = reduce_from_group(self.partial(x), self.tp)
         return out if self.bias is None else out + self.bias
+
+    def partial(self, x: Tensor) -> Tensor:
+        """This member's summand, for callers that add more to it before the sum. The bias is left out.
+
+        Args:
+            x: ``(..., local inputs)``.
+
+        Returns:
+            ``(..., out_features)``, different on every member.
+        """
+        return functional.linear(x, self.weight)
 
     @torch.no_grad()
     def load(self, weight: TensorSource, bias: TensorSource | None = None) -> None:

@@ -8,7 +8,7 @@ from typing import Self
 
 from parallel_runtime.errors import CheckpointError, ContextStateError
 from parallel_runtime.layers.sources import TensorSource
-from parallel_runtime.models.config import LlamaConfig
+from parallel_runtime.models.config import ModelConfig
 
 __all__ = ["Checkpoint", "bounds"]
 
@@ -25,7 +25,7 @@ class Checkpoint(ABC):
 
     is_open = True
     path: Path
-    config: LlamaConfig
+    config: ModelConfig
     names: frozenset[str]
 
     def tensor(self, name: str, shape: Sequence[int] | None = None) -> TensorSource:

@@ -1,23 +1,54 @@
-"""What a Llama-family model looks like, read from any checkpoint."""
+"""What a decoder model looks like, whichever file it came from."""
 
-import math
 from dataclasses import dataclass
 from typing import final
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
-
 from parallel_runtime.config import ModelShape
-from parallel_runtime.errors import CheckpointError, ConfigError
+from parallel_runtime.errors import ConfigError
 
-__all__ = ["LlamaConfig", "llama_config_from_hf"]
-
-_MODEL_TYPES = ("llama", "mistral")
+__all__ = ["MixtureConfig", "ModelConfig"]
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LlamaConfig:
-    """Sizes and switches of a Llama-family model.
+class MixtureConfig:
+    """The experts of a model's sparse layers.
+
+    Attributes:
+        num_experts: E, experts of one layer.
+        num_per_token: k, experts that each token visits.
+        intermediate_size: Width of one expert.
+        normalize: Whether the weights of a token's experts are scaled to add up to 1.
+        shared_intermediate_size: Width of the expert that every token visits; 0 for none.
+        shared_gate: Whether a gate scales that expert's answer.
+        dense_layers: Layers that have an ordinary feed-forward part instead.
+
+    Raises:
+        ConfigError: A size is not positive, or a token visits more experts than there are.
+    """
+
+    num_experts: int
+    num_per_token: int
+    intermediate_size: int
+    normalize: bool = False
+    shared_intermediate_size: int = 0
+    shared_gate: bool = False
+    dense_layers: frozenset[int] = frozenset()
+
+    def __post_init__(self) -> None:
+        for name in ("num_experts", "num_per_token", "intermediate_size"):
+            if (size := getattr(self, name)) < 1:
+                raise ConfigError(f"{name}={size}; it must be at least 1")
+        if self.num_per_token > self.num_experts:
+            raise ConfigError(f"num_per_token={self.num_per_token} is more than the {self.num_experts} experts of a layer")
+        if self.shared_intermediate_size < 0:
+            raise ConfigError(f"shared_intermediate_size={self.shared_intermediate_size}; it must be 0 or more")
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """Sizes and switches of a decoder model: Llama, Qwen3, Qwen3-MoE and their relatives.
 
     Attributes:
         vocab_size: V, rows of the embedding.
@@ -32,10 +63,13 @@ class LlamaConfig:
         rope_factors: Divisor of each of the ``head_dim / 2`` rotary frequencies, or ``None`` for none (Llama 3.1 has them).
         max_positions: Longest sequence the model was made for.
         tie_word_embeddings: Whether the head is the embedding.
-        attention_bias: Whether the four attention projections have a bias.
+        attention_bias: Whether the query, key and value projections have a bias.
+        attention_output_bias: Whether the projection behind the attention has one.
+        qk_norm: Whether every query head and key head is normalised, with weights that all heads share.
         mlp_bias: Whether the three feed-forward projections have a bias.
         bos_id: Begin-of-sequence token, where there is one.
         eos_ids: Tokens that end a text.
+        mixture: The experts, or ``None`` for a dense model.
 
     Raises:
         ConfigError: A size is not positive, or two of them do not fit.
@@ -54,9 +88,12 @@ class LlamaConfig:
     max_positions: int = 2048
     tie_word_embeddings: bool = False
     attention_bias: bool = False
+    attention_output_bias: bool = False
+    qk_norm: bool = False
     mlp_bias: bool = False
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
+    mixture: MixtureConfig | None = None
 
     def __post_init__(self) -> None:
         sizes = (
@@ -84,6 +121,14 @@ class LlamaConfig:
                 f"{len(self.rope_factors)} rope_factors for head_dim={self.head_dim}; expected {self.head_dim // 2}"
             )
 
+    def mixture_of(self, layer: int) -> MixtureConfig | None:
+        """The experts of one layer, or ``None`` where it has an ordinary feed-forward part.
+
+        Args:
+            layer: Number in the whole model.
+        """
+        return None if self.mixture is None or layer in self.mixture.dense_layers else self.mixture
+
     @property
     def shape(self) -> ModelShape:
         """The sizes that ``ParallelConfig.check_model`` looks at."""
@@ -93,121 +138,6 @@ class LlamaConfig:
             num_kv_heads=self.num_kv_heads,
             vocab_size=self.vocab_size,
             hidden_size=self.hidden_size,
-            intermediate_size=self.intermediate_size,
-        )
-
-
-def llama_config_from_hf(raw: object, *, where: str) -> LlamaConfig:
-    """Read the ``config.json`` of a Llama-family model.
-
-    Args:
-        raw: The parsed file.
-        where: Its path, for messages.
-
-    Raises:
-        CheckpointError: A key is missing or wrong, the sizes do not fit, or the model needs what is not implemented here.
-    """
-    try:
-        hf = _HfConfig.model_validate(raw)
-    except ValidationError as exc:
-        faults = "; ".join(f"{'.'.join(map(str, error['loc'])) or 'the file'}: {error['msg']}" for error in exc.errors())
-        raise CheckpointError(f"{where}: not the configuration of a Llama-family model: {faults}") from exc
-    if (reason := hf.unsupported()) is not None:
-        raise CheckpointError(f"{where}: {reason}, which is not implemented")
-    try:
-        return hf.llama()
-    except ConfigError as exc:
-        raise CheckpointError(f"{where}: {exc}") from exc
-
-
-class _HfRope(BaseModel):
-    rope_type: str = Field("default", validation_alias=AliasChoices("rope_type", "type"))
-    rope_theta: float | None = None
-    partial_rotary_factor: float = 1.0
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position_embeddings: int = 8192
-
-    def factors(self, theta: float, head_dim: int) -> tuple[float, ...] | None:
-        """Llama 3.1's rule: long waves are slowed by ``factor``, short ones kept, those between are blended."""
-        if self.rope_type == "default":
-            return None
-        return tuple(self._divisor(theta ** (dim / head_dim)) for dim in range(0, head_dim, 2))
-
-    def _divisor(self, radius: float) -> float:
-        turns = self.original_max_position_embeddings / (2 * math.pi * radius)
-        blend = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
-        blend = min(max(blend, 0.0), 1.0)
-        return 1 / (blend + (1 - blend) / self.factor)
-
-
-class _HfConfig(BaseModel):
-    """The keys of a ``config.json`` that matter here, with the defaults that ``transformers`` gives them."""
-
-    model_config = ConfigDict(protected_namespaces=())
-
-    model_type: str
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int = Field(ge=1)
-    num_key_value_heads: int | None = None
-    head_dim: int | None = None
-    hidden_act: str = "silu"
-    rms_norm_eps: float = 1e-6
-    rope_theta: float = 10000.0
-    rope_parameters: _HfRope | None = None
-    rope_scaling: _HfRope | None = None
-    max_position_embeddings: int = 2048
-    tie_word_embeddings: bool = False
-    attention_bias: bool = False
-    mlp_bias: bool = False
-    sliding_window: int | None = None
-    quantization_config: dict[str, object] | None = None
-    bos_token_id: int | None = None
-    eos_token_id: int | list[int] | None = None
-
-    @property
-    def rope(self) -> _HfRope:
-        return self.rope_parameters or self.rope_scaling or _HfRope()
-
-    def unsupported(self) -> str | None:
-        """The first thing this model needs that is not implemented here."""
-        if self.model_type not in _MODEL_TYPES:
-            return f"model_type is {self.model_type!r} (known: {', '.join(_MODEL_TYPES)})"
-        if self.sliding_window is not None:
-            return f"sliding_window is {self.sliding_window}"
-        if self.quantization_config is not None:
-            return f"quantization_config is set (method {self.quantization_config.get('quant_method')!r})"
-        if self.hidden_act != "silu":
-            return f"hidden_act is {self.hidden_act!r} (known: silu)"
-        if self.rope.rope_type not in ("default", "llama3"):
-            return f"the rope type is {self.rope.rope_type!r} (known: default, llama3)"
-        if self.rope.partial_rotary_factor != 1.0:
-            return f"partial_rotary_factor is {self.rope.partial_rotary_factor}"
-        return None
-
-    def llama(self) -> LlamaConfig:
-        head_dim = self.head_dim or self.hidden_size // self.num_attention_heads
-        theta = self.rope.rope_theta or self.rope_theta
-        eos = self.eos_token_id
-        return LlamaConfig(
-            vocab_size=self.vocab_size,
-            hidden_size=self.hidden_size,
-            intermediate_size=self.intermediate_size,
-            num_layers=self.num_hidden_layers,
-            num_query_heads=self.num_attention_heads,
-            num_kv_heads=self.num_key_value_heads or self.num_attention_heads,
-            head_dim=head_dim,
-            rms_norm_eps=self.rms_norm_eps,
-            rope_theta=theta,
-            rope_factors=self.rope.factors(theta, head_dim),
-            max_positions=self.max_position_embeddings,
-            tie_word_embeddings=self.tie_word_embeddings,
-            attention_bias=self.attention_bias,
-            mlp_bias=self.mlp_bias,
-            bos_id=self.bos_token_id,
-            eos_ids=() if eos is None else (eos,) if isinstance(eos, int) else tuple(eos),
+            intermediate_size=self.intermediate_size if self.mixture is None else self.mixture.intermediate_size,
+            num_experts=0 if self.mixture is None else self.mixture.num_experts,
         )

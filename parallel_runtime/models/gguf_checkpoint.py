@@ -1,4 +1,4 @@
-"""Llama-family models in GGUF files."""
+"""Llama and Qwen3 models in GGUF files."""
 
 import re
 from pathlib import Path
@@ -11,11 +11,12 @@ from torch import Tensor
 from parallel_runtime.errors import CheckpointError, ConfigError
 from parallel_runtime.layers.sources import TensorSource
 from parallel_runtime.models.checkpoint import Checkpoint, bounds
-from parallel_runtime.models.config import LlamaConfig
+from parallel_runtime.models.config import ModelConfig
 from parallel_runtime.models.gguf import GgufFile, GgufTensor
 
 __all__ = ["GgufCheckpoint", "gguf_tensor_name"]
 
+_ARCHITECTURES = ("llama", "qwen3")
 _TOP = MappingProxyType(
     {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"},
 )
@@ -26,6 +27,8 @@ _LAYER = MappingProxyType(
         "self_attn.k_proj": "attn_k",
         "self_attn.v_proj": "attn_v",
         "self_attn.o_proj": "attn_output",
+        "self_attn.q_norm": "attn_q_norm",
+        "self_attn.k_norm": "attn_k_norm",
         "post_attention_layernorm": "ffn_norm",
         "mlp.gate_proj": "ffn_gate",
         "mlp.up_proj": "ffn_up",
@@ -36,25 +39,25 @@ _LAYER_NAME = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)")
 
 
 def gguf_tensor_name(name: str) -> str:
-    """The name a GGUF file of the llama architecture has for a tensor.
+    """The name a GGUF file has for a tensor.
 
     Args:
         name: As in ``transformers``.
 
     Raises:
-        CheckpointError: A Llama model has no such tensor.
+        CheckpointError: Neither a Llama nor a Qwen3 model has such a tensor.
     """
     module, _, kind = name.rpartition(".")
     if module in _TOP:
         return f"{_TOP[module]}.{kind}"
     if (match := _LAYER_NAME.fullmatch(name)) and match[2] in _LAYER:
         return f"blk.{match[1]}.{_LAYER[match[2]]}.{match[3]}"
-    raise CheckpointError(f"a Llama model has no tensor {name!r}")
+    raise CheckpointError(f"a Llama or Qwen3 model has no tensor {name!r}")
 
 
 @final
 class GgufCheckpoint(Checkpoint):
-    """A GGUF file of the llama architecture, quantised or not.
+    """A GGUF file of the llama or qwen3 architecture, quantised or not.
 
     Args:
         path: The file.
@@ -70,7 +73,9 @@ class GgufCheckpoint(Checkpoint):
         self.path = path
         self.file = GgufFile(path)
         try:
-            self.config = _Metadata(self.file).config()
+            metadata = _Metadata(self.file)
+            self.config = metadata.config()
+            self._interleaves = metadata.architecture == "llama"
             self.names = frozenset(_known_names(self.file, self.config.num_layers))
         except BaseException:
             self.close()
@@ -78,7 +83,7 @@ class GgufCheckpoint(Checkpoint):
 
     def _open(self, name: str) -> TensorSource:
         tensor = self.file.tensors[gguf_tensor_name(name)]
-        rotary = name.rsplit(".", 2)[-2] in ("q_proj", "k_proj")
+        rotary = self._interleaves and name.rsplit(".", 2)[-2] in ("q_proj", "k_proj")
         return _GgufSource(self.file, tensor, self.config.head_dim if rotary else None)
 
     def close(self) -> None:
@@ -89,7 +94,7 @@ class GgufCheckpoint(Checkpoint):
 class _GgufSource:
     """A tensor of the file. Where ``head_dim`` is given, its rows are put back into the order that ``transformers`` has.
 
-    GGUF files of this architecture interleave the two halves of a head (row 2 j + p of a head is row p * d/2 + j elsewhere).
+    GGUF files of the llama architecture interleave the two halves of a head (row 2 j + p of a head is row p * d/2 + j elsewhere).
     The order never crosses a head, so the whole heads that cover the wanted rows are read.
     """
 
@@ -126,37 +131,41 @@ def _known_names(file: GgufFile, num_layers: int) -> list[str]:
 
 
 class _Metadata:
-    """The keys of the llama architecture."""
+    """The keys of an architecture, which begin with its name."""
 
     def __init__(self, file: GgufFile) -> None:
         self._file = file
         architecture = file.metadata.get("general.architecture")
-        if architecture != "llama":
+        if architecture not in _ARCHITECTURES:
+            known = ", ".join(_ARCHITECTURES)
             raise CheckpointError(
-                f"{file.path}: general.architecture is {architecture!r}, which is not implemented (known: llama)"
+                f"{file.path}: general.architecture is {architecture!r}, which is not implemented (known: {known})"
             )
+        self.architecture = str(architecture)
 
-    def config(self) -> LlamaConfig:
+    def config(self) -> ModelConfig:
         self._refuse_unsupported()
-        hidden, heads = self._integer("llama.embedding_length"), self._integer("llama.attention.head_count")
+        hidden, heads = self._integer(self._key("embedding_length")), self._integer(self._key("attention.head_count"))
         tensors = self._file.tensors
         if "token_embd.weight" not in tensors:
             raise CheckpointError(f"{self._file.path}: no tensor 'token_embd.weight', the embedding")
         try:
-            return LlamaConfig(
+            return ModelConfig(
                 vocab_size=tensors["token_embd.weight"].shape[0],
                 hidden_size=hidden,
-                intermediate_size=self._integer("llama.feed_forward_length"),
-                num_layers=self._integer("llama.block_count"),
+                intermediate_size=self._integer(self._key("feed_forward_length")),
+                num_layers=self._integer(self._key("block_count")),
                 num_query_heads=heads,
-                num_kv_heads=self._integer("llama.attention.head_count_kv", heads),
+                num_kv_heads=self._integer(self._key("attention.head_count_kv"), heads),
                 head_dim=self._head_dim(hidden, heads),
-                rms_norm_eps=self._real("llama.attention.layer_norm_rms_epsilon"),
-                rope_theta=self._real("llama.rope.freq_base", 10000.0),
+                rms_norm_eps=self._real(self._key("attention.layer_norm_rms_epsilon")),
+                rope_theta=self._real(self._key("rope.freq_base"), 10000.0),
                 rope_factors=self._rope_factors(),
-                max_positions=self._integer("llama.context_length"),
+                max_positions=self._integer(self._key("context_length")),
                 tie_word_embeddings="output.weight" not in tensors,
                 attention_bias="blk.0.attn_q.bias" in tensors,
+                attention_output_bias="blk.0.attn_output.bias" in tensors,
+                qk_norm="blk.0.attn_q_norm.weight" in tensors,
                 mlp_bias="blk.0.ffn_down.bias" in tensors,
                 bos_id=self._token("tokenizer.ggml.bos_token_id"),
                 eos_ids=self._eos_ids(),
@@ -164,22 +173,22 @@ class _Metadata:
         except ConfigError as exc:
             raise CheckpointError(f"{self._file.path}: {exc}") from exc
 
+    def _key(self, name: str) -> str:
+        return f"{self.architecture}.{name}"
+
     def _refuse_unsupported(self) -> None:
-        scaling = self._file.metadata.get("llama.rope.scaling.type", "none")
-        if scaling != "none":
-            raise CheckpointError(
-                f"{self._file.path}: llama.rope.scaling.type is {scaling!r}, which is not implemented (known: none)"
-            )
+        key = self._key("rope.scaling.type")
+        if (scaling := self._file.metadata.get(key, "none")) != "none":
+            raise CheckpointError(f"{self._file.path}: {key} is {scaling!r}, which is not implemented (known: none)")
         if (parts := self._integer("split.count", 1)) > 1:
             raise CheckpointError(f"{self._file.path}: one of {parts} files; join them first (llama-gguf-split --merge)")
-        if experts := self._integer("llama.expert_count", 0):
-            raise CheckpointError(
-                f"{self._file.path}: llama.expert_count is {experts}; experts are not implemented for this architecture"
-            )
+        key = self._key("expert_count")
+        if experts := self._integer(key, 0):
+            raise CheckpointError(f"{self._file.path}: {key} is {experts}; experts are not implemented for this architecture")
 
     def _head_dim(self, hidden: int, heads: int) -> int:
-        dim = self._integer("llama.attention.key_length", hidden // max(heads, 1))
-        for key in ("llama.attention.value_length", "llama.rope.dimension_count"):
+        dim = self._integer(self._key("attention.key_length"), hidden // max(heads, 1))
+        for key in map(self._key, ("attention.value_length", "rope.dimension_count")):
             if (other := self._integer(key, dim)) != dim:
                 raise CheckpointError(
                     f"{self._file.path}: {key} is {other} and heads have {dim}; only equal ones are implemented"

@@ -1,4 +1,4 @@
-"""Llama-family models in directories with a ``config.json`` and safetensors files."""
+"""Models in directories with a ``config.json`` and safetensors files."""
 
 import json
 from contextlib import ExitStack
@@ -10,7 +10,7 @@ from torch import Tensor
 from parallel_runtime.errors import CheckpointError
 from parallel_runtime.layers.sources import TensorSource
 from parallel_runtime.models.checkpoint import Checkpoint, bounds
-from parallel_runtime.models.config import llama_config_from_hf
+from parallel_runtime.models.hf_config import model_config_from_hf
 
 __all__ = ["SafetensorsCheckpoint", "read_json"]
 
@@ -30,7 +30,7 @@ class SafetensorsCheckpoint(Checkpoint):
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.config = llama_config_from_hf(read_json(path / "config.json"), where=str(path / "config.json"))
+        self.config = model_config_from_hf(read_json(path / "config.json"), where=str(path / "config.json"))
         self._stack = ExitStack()
         try:
             self._handles = self._open_files()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from parallel_runtime.errors import ArgumentError
-from parallel_runtime.models.llama import LlamaForCausalLM
+from parallel_runtime.models.causal_lm import CausalLM
 from parallel_runtime.serving.kv_cache import PagedKvCache
 from parallel_runtime.serving.policy import Batch
 from parallel_runtime.serving.sampling import mix_seed, sample_token
@@ -26,7 +26,7 @@ class ModelRunner:
         page_size: Tokens in one block of KV cache.
     """
 
-    def __init__(self, model: LlamaForCausalLM, *, page_size: int) -> None:
+    def __init__(self, model: CausalLM, *, page_size: int) -> None:
         self.model = model
         self._page_size = page_size
         self._cache: PagedKvCache | None = None
@@ -70,7 +70,7 @@ class ModelRunner:
         Raises:
             ArgumentError: There is no KV cache yet, or ``hidden_TD`` is given to the first stage or missing on another.
 
-        Collective: those of ``LlamaForCausalLM.forward``.
+        Collective: those of ``CausalLM.forward``.
         """
         if self._cache is None:
             raise ArgumentError("a runner needs its KV cache before a forward; call open_cache first")

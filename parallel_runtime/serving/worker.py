@@ -16,7 +16,7 @@ from parallel_runtime.comm import Channel, GroupCoordinator, SendHandle
 from parallel_runtime.config.parallel_config import ParallelConfig
 from parallel_runtime.context import ParallelContext
 from parallel_runtime.errors import ArgumentError, ConfigError
-from parallel_runtime.models.llama import load_llama
+from parallel_runtime.models.causal_lm import load_model
 from parallel_runtime.models.resolve import open_checkpoint
 from parallel_runtime.serving.blocks import blocks_for
 from parallel_runtime.serving.memory import available_bytes
@@ -75,7 +75,7 @@ class TpModelWorker:
         self.replica: GroupCoordinator = ctx.open_group("tp", "cp", "pp")
         with open_checkpoint(model) as checkpoint:
             stages = split_layers(checkpoint.config.num_layers, num_stages=ctx.pp.world_size, sizes=config.stage_layers)
-            loaded = load_llama(
+            loaded = load_model(
                 checkpoint,
                 tp=ctx.tp,
                 layers=stages[ctx.pp.rank_in_group],

@@ -8,7 +8,7 @@ import torch
 from parallel_runtime.comm import GroupCoordinator
 from parallel_runtime.errors import ArgumentError
 from parallel_runtime.layers import ParallelHead, VocabParallelEmbedding
-from parallel_runtime.models import load_llama, open_checkpoint
+from parallel_runtime.models import load_model, open_checkpoint
 from parallel_runtime.testing.checkpoints import tiny_llama_config, write_safetensors_checkpoint
 from tests.unit.layers.ranks import on_ranks, outcomes
 
@@ -56,7 +56,7 @@ def test_b016_full_weights_saved_and_loaded_again_are_bit_equal(tmp_path: Path) 
 
     def run(tp: GroupCoordinator) -> dict[str, torch.Tensor]:
         with open_checkpoint(folder) as checkpoint:
-            return load_llama(checkpoint, tp=tp).full_state()
+            return load_model(checkpoint, tp=tp).full_state()
 
     original = load_file(folder / "model.safetensors")
     save_file(on_ranks(2, run)[0], folder / "model.safetensors")

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from parallel_runtime.comm import GroupCoordinator
-from parallel_runtime.models import LlamaForCausalLM, SlotKvCache, load_llama, open_checkpoint
+from parallel_runtime.models import CausalLM, SlotKvCache, load_model, open_checkpoint
 from parallel_runtime.testing.checkpoints import tiny_llama_config, write_safetensors_checkpoint
 from parallel_runtime.topology.shards import split_layers
 from tests.unit.layers.ranks import alone, on_ranks
@@ -22,7 +22,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @torch.inference_mode()
-def generate(stages: list[LlamaForCausalLM], prompts: tuple[list[int], ...], count: int) -> tuple[list[list[int]], Tensor]:
+def generate(stages: list[CausalLM], prompts: tuple[list[int], ...], count: int) -> tuple[list[list[int]], Tensor]:
     """Greedy tokens of a batch of prompts, and the logits of every step."""
     caches = [
         SlotKvCache(
@@ -55,7 +55,7 @@ def run(model: Path, *, tp: int = 1, pp: int = 1) -> tuple[list[list[int]], Tens
     def on_rank(group: GroupCoordinator) -> tuple[list[list[int]], Tensor]:
         with open_checkpoint(model) as checkpoint:
             parts = split_layers(checkpoint.config.num_layers, num_stages=pp)
-            stages = [load_llama(checkpoint, tp=group, layers=part) for part in parts]
+            stages = [load_model(checkpoint, tp=group, layers=part) for part in parts]
         return generate(stages, PROMPTS, 32)
 
     outcomes = on_ranks(tp, on_rank)
@@ -83,7 +83,7 @@ def test_b020_two_runs_are_bit_identical(model: Path) -> None:
 def test_b020_a_prompt_alone_gives_the_tokens_it_gives_in_a_batch(model: Path) -> None:
     together, _ = run(model)
     with open_checkpoint(model) as checkpoint:
-        stages = [load_llama(checkpoint, tp=alone())]
+        stages = [load_model(checkpoint, tp=alone())]
     for prompt, expected in zip(PROMPTS, together, strict=True):
         tokens, _ = generate(stages, (prompt,), 32)
         assert tokens == [expected]

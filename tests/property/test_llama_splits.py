@@ -10,8 +10,8 @@ from torch import Tensor
 
 from parallel_runtime.comm import GroupCoordinator
 from parallel_runtime.layers.sources import TensorSource
-from parallel_runtime.models import Checkpoint, LlamaConfig, SlotKvCache, load_llama
-from parallel_runtime.testing.checkpoints import random_llama_state
+from parallel_runtime.models import Checkpoint, ModelConfig, SlotKvCache, load_model
+from parallel_runtime.testing.checkpoints import random_state
 from parallel_runtime.topology.shards import split_layers
 from tests.unit.layers.ranks import on_ranks
 
@@ -20,10 +20,10 @@ from tests.unit.layers.ranks import on_ranks
 class MemoryCheckpoint(Checkpoint):
     """Random weights that were never written to a file."""
 
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         self.path = Path("memory")
         self.config = config
-        self._state = random_llama_state(config)
+        self._state = random_state(config)
         self.names = frozenset(self._state)
 
     def _open(self, name: str) -> TensorSource:
@@ -34,9 +34,9 @@ class MemoryCheckpoint(Checkpoint):
 
 
 @st.composite
-def configs(draw: st.DrawFn) -> LlamaConfig:
+def configs(draw: st.DrawFn) -> ModelConfig:
     kv = draw(st.integers(1, 4))
-    return LlamaConfig(
+    return ModelConfig(
         vocab_size=draw(st.integers(5, 70)),
         hidden_size=draw(st.integers(1, 12)) * 2,
         intermediate_size=draw(st.integers(4, 40)),
@@ -52,7 +52,7 @@ def configs(draw: st.DrawFn) -> LlamaConfig:
 
 @settings(max_examples=60)
 @given(config=configs(), data=st.data())
-def test_every_split_gives_the_logits_of_one_rank(config: LlamaConfig, data: st.DataObject) -> None:
+def test_every_split_gives_the_logits_of_one_rank(config: ModelConfig, data: st.DataObject) -> None:
     tp = data.draw(st.integers(1, min(4, config.num_query_heads)), label="tp")
     pp = data.draw(st.integers(1, config.num_layers), label="pp")
     checkpoint = MemoryCheckpoint(config)
@@ -62,7 +62,7 @@ def test_every_split_gives_the_logits_of_one_rank(config: LlamaConfig, data: st.
         hidden, positions = ids, torch.arange(len(ids))
         state: dict[str, Tensor] = {}
         for layers in split_layers(config.num_layers, num_stages=num_stages):
-            stage = load_llama(checkpoint, tp=group, layers=layers)
+            stage = load_model(checkpoint, tp=group, layers=layers)
             cache = SlotKvCache(
                 num_layers=len(layers), num_kv_heads=stage.num_kv_heads, head_dim=stage.head_dim, num_slots=1, max_length=8
             )

@@ -17,7 +17,7 @@ MODELS: dict[str, dict[str, object]] = {
     "plain": {},
     "one KV head": {"num_kv_heads": 1},
     "tied, vocabulary not divisible": {"tie_word_embeddings": True, "vocab_size": 97},
-    "biases": {"attention_bias": True, "mlp_bias": True},
+    "biases": {"attention_bias": True, "attention_output_bias": True, "mlp_bias": True},
 }
 
 LAYOUTS = (

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from parallel_runtime.models import SlotKvCache, load_llama, open_checkpoint
+from parallel_runtime.models import SlotKvCache, load_model, open_checkpoint
 from parallel_runtime.testing.checkpoints import tiny_llama_config, write_safetensors_checkpoint
 from tests.unit.layers.ranks import alone
 
@@ -25,7 +25,7 @@ def write_tiny_model(folder: Path, **changes: object) -> Path:
 def greedy_reference(model: Path, prompts: Sequence[Sequence[int]], count: int) -> list[tuple[int, ...]]:
     """``count`` greedy tokens after each prompt: one rank, one prompt at a time, everything computed again for every token."""
     with open_checkpoint(model) as checkpoint:
-        llama = load_llama(checkpoint, tp=alone())
+        llama = load_model(checkpoint, tp=alone())
     results = []
     for prompt in prompts:
         tokens = list(prompt)

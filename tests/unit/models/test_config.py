@@ -1,4 +1,4 @@
-"""``config.json`` of the Llama family: what is read, what is refused."""
+"""``config.json``: what is read, what is refused."""
 
 import json
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ import torch
 
 from parallel_runtime.errors import CheckpointError, ConfigError
 from parallel_runtime.layers import RotaryPositions
-from parallel_runtime.models.config import llama_config_from_hf
+from parallel_runtime.models.hf_config import model_config_from_hf
 from parallel_runtime.testing.checkpoints import tiny_llama_config
 
 LLAMA = {
@@ -32,7 +32,7 @@ LLAMA3_ROPE = {
 def test_missing_keys_have_the_defaults_of_transformers() -> None:
     from transformers import LlamaConfig
 
-    config, theirs = llama_config_from_hf(LLAMA, where="config.json"), LlamaConfig(**LLAMA)
+    config, theirs = model_config_from_hf(LLAMA, where="config.json"), LlamaConfig(**LLAMA)
     assert config.num_kv_heads == theirs.num_key_value_heads
     assert config.head_dim == theirs.head_dim
     assert config.rms_norm_eps == theirs.rms_norm_eps
@@ -49,13 +49,13 @@ def test_what_transformers_writes_is_read() -> None:
     written = LlamaConfig(
         **LLAMA, num_key_value_heads=2, head_dim=16, rope_parameters={"rope_type": "default", "rope_theta": 500.0}
     )
-    config = llama_config_from_hf(json.loads(written.to_json_string()), where="config.json")
+    config = model_config_from_hf(json.loads(written.to_json_string()), where="config.json")
     assert (config.num_kv_heads, config.head_dim, config.rope_theta) == (2, 16, 500.0)
 
 
 @pytest.mark.parametrize(("eos", "expected"), [(None, ()), (7, (7,)), ([7, 8], (7, 8))])
 def test_one_or_several_tokens_may_end_a_text(eos: object, expected: tuple[int, ...]) -> None:
-    assert llama_config_from_hf(LLAMA | {"eos_token_id": eos}, where="").eos_ids == expected
+    assert model_config_from_hf(LLAMA | {"eos_token_id": eos}, where="").eos_ids == expected
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_the_frequencies_of_llama3_equal_those_of_transformers(place: Mapping[st
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-    config = llama_config_from_hf(LLAMA | dict(place) | {"head_dim": 16}, where="")
+    config = model_config_from_hf(LLAMA | dict(place) | {"head_dim": 16}, where="")
     theirs = LlamaRotaryEmbedding(LlamaConfig(**LLAMA, head_dim=16, rope_parameters=LLAMA3_ROPE | {"rope_theta": 500.0}))
     angles = RotaryPositions(16, theta=config.rope_theta, factors=config.rope_factors).angles(torch.arange(200), torch.float32)
     cos, sin = theirs(torch.zeros(1), torch.arange(200).unsqueeze(0))
@@ -77,7 +77,7 @@ def test_the_frequencies_of_llama3_equal_those_of_transformers(place: Mapping[st
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "gemma"}, r"model_type is 'gemma' \(known: llama, mistral\), which is not implemented"),
+        ({"model_type": "gemma"}, r"model_type is 'gemma' \(known: llama, mistral, qwen3, qwen2_moe, qwen3_moe\), which is not implemented"),
         ({"sliding_window": 4096}, "sliding_window is 4096"),
         ({"quantization_config": {"quant_method": "gptq"}}, r"quantization_config is set \(method 'gptq'\)"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
@@ -91,7 +91,7 @@ def test_the_frequencies_of_llama3_equal_those_of_transformers(place: Mapping[st
 )
 def test_what_is_not_implemented_or_broken_is_refused(changes: Mapping[str, object], message: str) -> None:
     with pytest.raises(CheckpointError, match=f"^config.json: .*{message}"):
-        llama_config_from_hf(LLAMA | dict(changes), where="config.json")
+        model_config_from_hf(LLAMA | dict(changes), where="config.json")
 
 
 def test_the_shape_is_what_a_layout_is_checked_against() -> None:
@@ -102,9 +102,9 @@ def test_the_shape_is_what_a_layout_is_checked_against() -> None:
 
 def test_a_file_without_its_keys_is_refused() -> None:
     with pytest.raises(CheckpointError, match="vocab_size: Field required"):
-        llama_config_from_hf({"model_type": "llama"}, where="config.json")
+        model_config_from_hf({"model_type": "llama"}, where="config.json")
     with pytest.raises(CheckpointError, match="the file: Input should be"):
-        llama_config_from_hf([1], where="config.json")
+        model_config_from_hf([1], where="config.json")
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import torch
 
 from parallel_runtime.errors import CheckpointError
 from parallel_runtime.models.gguf_checkpoint import GgufCheckpoint, gguf_tensor_name
-from parallel_runtime.testing.checkpoints import random_llama_state, tiny_llama_config, write_gguf_checkpoint
+from parallel_runtime.testing.checkpoints import random_state, tiny_llama_config, write_gguf_checkpoint
 
 GOOD: dict[str, object] = {
     "llama.context_length": 64,
@@ -49,15 +49,15 @@ def test_the_config_is_read_with_its_defaults(tmp_path: Path) -> None:
 
 
 def test_a_written_config_comes_back(tmp_path: Path) -> None:
-    config = tiny_llama_config(attention_bias=True, rope_theta=5000.0, rms_norm_eps=2.0**-20)
+    config = tiny_llama_config(attention_bias=True, attention_output_bias=True, rope_theta=5000.0, rms_norm_eps=2.0**-20)
     assert GgufCheckpoint(write_gguf_checkpoint(tmp_path / "m.gguf", config)).config == config
 
 
 @pytest.mark.parametrize("kind", ["F32", "Q8_0"])
 def test_parts_of_permuted_rows_equal_the_parts_of_the_whole(kind: str, tmp_path: Path) -> None:
-    config = tiny_llama_config(attention_bias=True)
+    config = tiny_llama_config(attention_bias=True, attention_output_bias=True)
     checkpoint = GgufCheckpoint(write_gguf_checkpoint(tmp_path / "m.gguf", config, kind=kind))
-    written = random_llama_state(config)
+    written = random_state(config)
     for name in ("q_proj", "k_proj", "v_proj"):
         weight = checkpoint.tensor(f"model.layers.1.self_attn.{name}.weight")
         whole = weight[:]
@@ -105,7 +105,7 @@ def test_what_is_not_implemented_or_broken_is_refused(changes: Mapping[str, obje
 
 
 def test_another_architecture_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"general\.architecture is 'qwen2', which is not implemented \(known: llama\)"):
+    with pytest.raises(CheckpointError, match=r"general\.architecture is 'qwen2', which is not implemented \(known: llama, qwen3\)"):
         GgufCheckpoint(write_metadata(tmp_path / "m.gguf", {}, architecture="qwen2"))
 
 
@@ -117,5 +117,5 @@ def test_a_file_without_an_embedding_is_refused(tmp_path: Path) -> None:
 def test_names_of_no_llama_tensor_are_refused() -> None:
     assert gguf_tensor_name("model.layers.12.mlp.down_proj.weight") == "blk.12.ffn_down.weight"
     for name in ("model.layers.0.mlp.experts.weight", "model.layers.x.mlp.down_proj.weight", "weight"):
-        with pytest.raises(CheckpointError, match="a Llama model has no tensor"):
+        with pytest.raises(CheckpointError, match="a Llama or Qwen3 model has no tensor"):
             gguf_tensor_name(name)

@@ -8,7 +8,7 @@ import torch
 
 from parallel_runtime.errors import CheckpointError
 from parallel_runtime.models.safetensors import SafetensorsCheckpoint
-from parallel_runtime.testing.checkpoints import random_llama_state, tiny_llama_config, write_safetensors_checkpoint
+from parallel_runtime.testing.checkpoints import random_state, tiny_llama_config, write_safetensors_checkpoint
 
 CONFIG = tiny_llama_config()
 NAME = "model.layers.0.self_attn.q_proj.weight"
@@ -16,7 +16,7 @@ NAME = "model.layers.0.self_attn.q_proj.weight"
 
 @pytest.mark.parametrize("num_files", [1, 3])
 def test_one_file_or_several_with_an_index_are_read_in_parts(num_files: int, tmp_path: Path) -> None:
-    written = random_llama_state(CONFIG, dtype=torch.bfloat16)
+    written = random_state(CONFIG, dtype=torch.bfloat16)
     with SafetensorsCheckpoint(
         write_safetensors_checkpoint(tmp_path, CONFIG, dtype=torch.bfloat16, num_files=num_files)
     ) as checkpoint:

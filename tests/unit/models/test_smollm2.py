@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from parallel_runtime.comm import GroupCoordinator
-from parallel_runtime.models import SlotKvCache, Tokenizer, load_llama, load_tokenizer, open_checkpoint, resolve_model
+from parallel_runtime.models import SlotKvCache, Tokenizer, load_model, load_tokenizer, open_checkpoint, resolve_model
 from tests.unit.layers.ranks import on_ranks
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(100)]
@@ -56,7 +56,7 @@ def reference(tokenizer: Tokenizer) -> Reference:
 def test_logits_and_greedy_tokens_equal_transformers(tp: int, reference: Reference) -> None:
     def run(group: GroupCoordinator) -> tuple[list[Tensor], list[list[int]]]:
         with open_checkpoint("smollm2") as checkpoint:
-            stages = [load_llama(checkpoint, tp=group, layers=layers) for layers in (range(17), range(17, 30))]
+            stages = [load_model(checkpoint, tp=group, layers=layers) for layers in (range(17), range(17, 30))]
         caches = [
             SlotKvCache(num_layers=len(s.layers), num_kv_heads=s.num_kv_heads, head_dim=s.head_dim, num_slots=3, max_length=64)
             for s in stages

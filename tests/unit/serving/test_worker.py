@@ -9,7 +9,7 @@ from parallel_runtime.config import ParallelConfig
 from parallel_runtime.context import ParallelContext
 from parallel_runtime.errors import ArgumentError, ConfigError, RankFailedError
 from parallel_runtime.launch import run_threads
-from parallel_runtime.models import load_llama, open_checkpoint
+from parallel_runtime.models import load_model, open_checkpoint
 from parallel_runtime.serving import (
     Batch,
     Chunk,
@@ -135,7 +135,7 @@ def test_free_memory_is_measured() -> None:
 
 def test_a_runner_wants_its_cache_and_its_inputs(model: Path) -> None:
     with open_checkpoint(model) as checkpoint:
-        stages = [load_llama(checkpoint, tp=alone(), layers=layers) for layers in (range(2), range(2, 4))]
+        stages = [load_model(checkpoint, tp=alone(), layers=layers) for layers in (range(2), range(2, 4))]
     first, last = (ModelRunner(stage, page_size=4) for stage in stages)
     batch = Batch(chunks=(make_chunk(),))
     with pytest.raises(ArgumentError, match="needs its KV cache before a forward"):
@@ -154,7 +154,7 @@ def test_a_runner_wants_its_cache_and_its_inputs(model: Path) -> None:
 
 def test_greedy_and_drawn_rows_of_one_batch_keep_their_places(model: Path) -> None:
     with open_checkpoint(model) as checkpoint:
-        runner = ModelRunner(load_llama(checkpoint, tp=alone()), page_size=4)
+        runner = ModelRunner(load_model(checkpoint, tp=alone()), page_size=4)
     runner.open_cache(8)
     drawn = SamplingParams(temperature=1.0, top_k=1)  # the most likely token, by the other way
     chunks = [

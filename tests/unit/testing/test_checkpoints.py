@@ -8,7 +8,7 @@ import torch
 from parallel_runtime.errors import ArgumentError, ConfigError
 from parallel_runtime.models import load_tokenizer, open_checkpoint
 from parallel_runtime.testing.checkpoints import (
-    random_llama_state,
+    random_state,
     tiny_llama_config,
     write_gguf_checkpoint,
     write_safetensors_checkpoint,
@@ -16,8 +16,8 @@ from parallel_runtime.testing.checkpoints import (
 
 
 def test_equal_seeds_give_equal_weights_and_other_seeds_others() -> None:
-    config = tiny_llama_config(attention_bias=True)
-    first, again, other = (random_llama_state(config, seed=seed) for seed in (0, 0, 1))
+    config = tiny_llama_config(attention_bias=True, attention_output_bias=True)
+    first, again, other = (random_state(config, seed=seed) for seed in (0, 0, 1))
     assert first.keys() == again.keys() == other.keys()
     assert all(torch.equal(first[name], again[name]) for name in first)
     assert not any(torch.equal(first[name], other[name]) for name in first)
