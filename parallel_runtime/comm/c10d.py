@@ -8,8 +8,10 @@ import re
 import socket
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
+from time import monotonic
 from typing import Any, Final, TypeAlias, final
 
 import torch
@@ -40,6 +42,8 @@ Store: TypeAlias = c10d.Store
 _SLICE: Final = timedelta(seconds=0.25)
 """How long a gloo collective waits between two looks at what has become of its peers."""
 _SLICE_IS_OVER: Final = "Operation timed out!"
+_SUSPICIOUS_S: Final = 1.0
+"""A slice that ends so much too late tells that this process did not run. A machine's sleep does not count: clocks stop, too."""
 _TIMED_OUT: Final = re.compile(r"[Tt]im(ed|e) ?out|[Tt]imeout")
 _LOST: Final = re.compile(r"closed by peer|reset by peer|[Bb]roken pipe|pair closure|refused|not connected|closed|[Ss]hutdown")
 _GLOO_SUMS: Final = frozenset(
@@ -90,8 +94,9 @@ class C10dCommunicator(Communicator):
         self.world_size = world_size
         self.backend = backend
         self._device = device or torch.device("cpu")
-        self._key = key
+        self.key = key
         self._broken = ""
+        self._still_s = 0.0
         limit = timedelta(seconds=timeout_s)
         self._ranks = table = list(range(world_size)) if ranks is None else [int(rank) for rank in ranks]
         prefix = c10d.PrefixStore(key, store)
@@ -200,15 +205,11 @@ class C10dCommunicator(Communicator):
 
     def isend(self, tensor: Tensor, dst: int, tag: int) -> Work:
         """Start one send of the backend."""
-        return _C10dWork(
-            self, self._start(lambda group: group.send([tensor], dst, tag), f"member {dst}"), tensor, dst
-        )
+        return _C10dWork(self, self._start(lambda group: group.send([tensor], dst, tag), f"member {dst}"), tensor, dst)
 
     def irecv(self, tensor: Tensor, src: int, tag: int) -> Work:
         """Start one receive of the backend."""
-        return _C10dWork(
-            self, self._start(lambda group: group.recv([tensor], src, tag), f"member {src}"), tensor, src
-        )
+        return _C10dWork(self, self._start(lambda group: group.recv([tensor], src, tag), f"member {src}"), tensor, src)
 
     def close(self) -> None:
         """Drop the backend: its threads and descriptors go with the last reference, and waiting peers learn of it."""
@@ -239,15 +240,19 @@ class C10dCommunicator(Communicator):
 
     def _wait_in_slices(self, work: c10d.Work) -> None:
         """Wait for a collective that the backend itself ends at the deadline; a peer that is gone ends it sooner."""
+        self._still_s = 0.0
         while True:
+            start = monotonic()
             try:
                 work.wait(_SLICE)
                 return
             except RuntimeError as exc:
                 if _SLICE_IS_OVER not in str(exc):
                     raise
+            finally:
+                self._still_s = max(self._still_s, monotonic() - start - _SLICE.total_seconds())
             diagnostician = self.traffic.diagnostician
-            error = diagnostician and diagnostician.interruption(self._ranks, self._key, self.traffic.steps + 1)
+            error = diagnostician and diagnostician.interruption(self._ranks, self.key, self.traffic.steps + 1)
             if error:
                 self._broken = self._broken or str(error)
                 group, self._group = self._group, None
@@ -263,6 +268,10 @@ class C10dCommunicator(Communicator):
         error: PeerError
         if _TIMED_OUT.search(text):
             error = PeerTimeoutError(f"waited {timeout_s:.3g} s for {whom}")
+            if self._still_s > _SUSPICIOUS_S:
+                error.add_note(
+                    f"this process itself stood still for {self._still_s:.1f} s of that: stopped, or on an overloaded machine"
+                )
         elif _LOST.search(text):
             error = PeerLostError(f"lost the connection to {whom} ({text})")
         else:
@@ -274,10 +283,8 @@ class C10dCommunicator(Communicator):
 
 def _outlive(work: c10d.Work, group: object) -> None:
     """Keep a backend until its last collective is over: giving it up would block until then."""
-    try:
+    with suppress(RuntimeError):
         work.wait()
-    except RuntimeError:
-        pass
     del group
 
 

@@ -68,11 +68,15 @@ class Communicator(ABC):
         kind: ``"c10d"``, ``"local"``, ``"shm"``, ``"symm_mem"`` or ``"fake"``.
         world_size: Number of members, at least 2.
         rank_in_group: This member's position.
+        reason: Why it was chosen, for people.
+        key: Equal on its members and never reused, where it has one.
     """
 
     kind: str
     world_size: int
     rank_in_group: int
+    reason: str = ""
+    key: str = ""
 
     @cached_property
     def traffic(self) -> Traffic:

@@ -128,7 +128,6 @@ class GroupCore:
             return type(exc)(f"{self.name} seq {sequence} {what}: {exc} [members of {self.name}: ranks {spec.ranks}]")
         return diagnostician.explain(
             Failure(
-                key=spec.key,
                 group=self.name,
                 ranks=spec.ranks,
                 rank=spec.rank,

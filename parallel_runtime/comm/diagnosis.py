@@ -16,7 +16,6 @@ class Failure:
     """One operation that failed because of a peer, as the rank that noticed sees it.
 
     Attributes:
-        key: Of the group.
         group: Name of the group.
         ranks: World ranks of the group, in group order.
         rank: The one that noticed.
@@ -27,7 +26,6 @@ class Failure:
         error: What the communicator raised.
     """
 
-    key: str
     group: str
     ranks: tuple[int, ...]
     rank: int

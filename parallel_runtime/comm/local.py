@@ -66,6 +66,9 @@ class _Wait:
 class LocalHub:
     """Where the threads of one process meet; one for all groups of all their contexts.
 
+    Attributes:
+        monitors: What answers for each (context, rank), where whoever opened the context put it.
+
     Args:
         world_size: How many ranks take part.
 
@@ -83,6 +86,7 @@ class LocalHub:
         self._threads: dict[int, set[int]] = {rank: set() for rank in range(world_size)}
         self._left: dict[int, str] = {}
         self._progress = 0
+        self.monitors: dict[tuple[str, int], object] = {}
 
     def leave(self, rank: int, reason: str = "it has left") -> None:
         """Note that ``rank`` will do nothing more, and wake whoever waits for it.
