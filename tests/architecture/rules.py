@@ -83,7 +83,7 @@ def check_module_state(modules: Mapping[str, Module]) -> list[str]:
         found += [
             f"{module.name}:{line} {name}"
             for name, line in imported_names(module)
-            if name.split(".")[0] in ("atexit", "contextvars")
+            if name.split(".")[0] == "atexit" or name in ("contextvars", "contextvars.ContextVar")
         ]
     return found
 
