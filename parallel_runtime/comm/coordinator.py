@@ -182,9 +182,12 @@ class GroupCoordinator:
         return self._core.is_open
 
     def describe(self) -> str:
-        """One line: name, ranks, and the communicators in use."""
+        """One line: name, ranks, and the communicators in use and why."""
         core = self._core
-        return f"{core.name} ranks {core.spec.ranks}: tensors over {core.communicator.kind}, messages over {core.control.kind}"
+        why = f" ({core.communicator.reason})" if core.communicator.reason else ""
+        return (
+            f"{core.name} ranks {core.spec.ranks}: tensors over {core.communicator.kind}{why}, messages over {core.control.kind}"
+        )
 
     def recent(self, count: int = 16) -> tuple[Record, ...]:
         """The last ``count`` operations of its communicator, oldest first, the one under way at the end."""

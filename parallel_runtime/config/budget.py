@@ -2,28 +2,25 @@
 
 All gloo groups of a rank share one listening device. For groups of ``n1, n2, ...`` members a rank pays
 
-- threads: 1 per group, and 1 for the device;
-- sockets: ``n - 1`` connections per group, and 1 that listens;
-- descriptors: ``n - 1`` per group, and 4 for the device (the listening socket, two to wake its loop, one to wait on);
-- bytes: about 60 KB of resident memory per group, and for a same-host group the shared memory set aside for each member.
+- threads: 1 per gloo group, and 1 for the device;
+- sockets: ``n - 1`` connections per gloo group, and 1 that listens;
+- descriptors: ``n - 1`` per gloo group, and 4 for the device (the listening socket, two to wake its loop, one to wait on);
+  ``n`` per group that shares memory (the memory, and one to notice the end of each peer's process, if it is not this one);
+- bytes: about 60 KB of resident memory per gloo group; for a group that shares memory, its share of the segment.
 
-NCCL's own threads and device buffers depend on the device and its version and are not counted. Ranks as threads and fake worlds
-cost nothing.
+NCCL's own threads and device buffers depend on the device and its version and are not counted. Ranks that are threads
+and talk through a hub, and fake worlds, cost nothing.
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Literal, TypeAlias, final
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+from typing import final
 
+from parallel_runtime.comm.select import PlannedCommunicator
+from parallel_runtime.comm.shm.geometry import choose_geometries
 from parallel_runtime.config.plan_text import format_bytes
 
-__all__ = ["SHM_BYTES", "Budget", "Budgets", "CommunicatorKind", "PlannedCommunicator", "gloo_device_cost"]
-
-CommunicatorKind: TypeAlias = Literal["c10d", "shm", "local", "fake"]
-"""What moves the bytes: torch's own backends, shared memory, threads, or nothing at all."""
-
-SHM_BYTES = 4 << 20
-"""Bytes of shared memory set aside for each member of a same-host group."""
+__all__ = ["Budget", "Budgets", "communicator_cost", "gloo_device_cost", "most_of_each"]
 
 
 @final
@@ -84,39 +81,33 @@ class Budgets:
     world: Budget
 
 
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlannedCommunicator:
-    """A communicator that a group will open.
+def communicator_cost(communicator: PlannedCommunicator) -> Budget:
+    """What a communicator costs one of its members, the gloo device that all groups share left out.
 
-    Attributes:
-        kind: What moves the bytes.
-        backend: Name of the torch backend, for kind ``c10d``; otherwise ``""``.
-        plane: ``"control"`` (CPU messages), ``"data"`` (tensors), or ``"both"``.
-        reason: Why this one.
+    Args:
+        communicator: As chosen.
+
+    Returns:
+        The cost, by the formula at the top of this module.
     """
+    peers = communicator.size - 1
+    if communicator.backend == "gloo":
+        return Budget(communicators=1, sockets=peers, threads=1, descriptors=peers, bytes=60_000)
+    if communicator.kind == "shm":
+        return Budget(communicators=1, descriptors=peers + 1, bytes=choose_geometries(communicator.size)[0].nbytes // (peers + 1))
+    return Budget(communicators=1)
 
-    kind: CommunicatorKind
-    backend: str = ""
-    plane: Literal["control", "data", "both"] = "both"
-    reason: str = ""
 
-    def __str__(self) -> str:
-        return f"{self.kind}:{self.backend}" if self.backend else self.kind
+def most_of_each(budgets: Sequence[Budget]) -> Budget:
+    """What is never exceeded by any of some budgets.
 
-    def cost(self, world_size: int) -> Budget:
-        """What it costs one member, the gloo device that all groups share left out.
+    Args:
+        budgets: At least one.
 
-        Args:
-            world_size: Number of members, at least 2.
-
-        Returns:
-            The cost, by the formula at the top of this module.
-        """
-        if self.backend == "gloo":
-            peers = world_size - 1
-            return Budget(communicators=1, sockets=peers, threads=1, descriptors=peers, bytes=60_000)
-        return Budget(communicators=1, bytes=SHM_BYTES if self.kind == "shm" else 0)
+    Returns:
+        The largest value of each field.
+    """
+    return Budget(**{field.name: max(getattr(budget, field.name) for budget in budgets) for field in fields(Budget)})
 
 
 def gloo_device_cost(communicators: Iterable[PlannedCommunicator]) -> Budget:

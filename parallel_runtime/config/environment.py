@@ -45,6 +45,7 @@ class Identity:
         source: Which launcher's variables were believed.
         master_host: Host of rank 0, as the launcher wrote it; ``None`` in a world of one.
         master_port: TCP port that rank 0 listens on; ``None`` in a world of one.
+        host: Name of this host, where it is not to be what the system calls it: ranks with one name are taken to share memory.
         set_aside: One line for each set of variables that was seen and not believed, with the reason.
 
     Raises:
@@ -60,6 +61,7 @@ class Identity:
     source: IdentitySource = "argument"
     master_host: str | None = None
     master_port: int | None = None
+    host: str | None = None
     set_aside: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:

@@ -55,7 +55,8 @@ class ParallelConfig(FrozenModel):
         backend: Communicators of the data plane.
         device: Where tensors live.
         deadlines: How long each plane may wait.
-        shm: Whether ranks of one host talk through shared memory.
+        shm: Whether ranks of one host talk through shared memory: where it can be had (``auto``), always (``on``: a group that
+            cannot is a ``ConfigError``), or never (``off``).
         checked: Whether every collective is compared between its members before it runs.
         rank_offset: First rank of the world, where it is a consecutive part of a larger numbering.
         ranks: The rank at each place of the layout, where they are not consecutive.
@@ -219,7 +220,7 @@ class ParallelConfig(FrozenModel):
         backend = self.backend
         if backend == "auto":
             backend = "nccl" if self.device == "cuda" else "gloo"
-        return make_plan(self.layout, hosts=hosts, backend=backend, uses_shm=self.shm == "on")
+        return make_plan(self.layout, hosts=hosts, backend=backend, uses_shm=self.shm != "off")
 
     def agreed_settings(self) -> dict[str, object]:
         """Return what must be equal on all ranks, as plain JSON values.

@@ -5,6 +5,7 @@ answer, whatever the world size; a question about the world costs as much as the
 """
 
 import json
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from itertools import islice
@@ -12,15 +13,14 @@ from operator import attrgetter
 from os import PathLike
 from typing import final, get_args
 
-from parallel_runtime.config.budget import Budget, Budgets, PlannedCommunicator, gloo_device_cost
+from parallel_runtime.comm.select import GroupFacts, PlannedBackend, PlannedCommunicator, choose_communicators
+from parallel_runtime.config.budget import Budget, Budgets, communicator_cost, gloo_device_cost, most_of_each
 from parallel_runtime.config.picture import Picture, write_png
 from parallel_runtime.config.plan_diff import Difference, compare_facts, compare_seats
 from parallel_runtime.config.plan_groups import (
     GroupFamily,
-    PlannedBackend,
     PlannedGroup,
     RankPlan,
-    choose_communicators,
     group_families,
     rank_budget,
 )
@@ -32,7 +32,7 @@ from parallel_runtime.errors import ArgumentError, ConfigError
 from parallel_runtime.terms import GROUP_NAMES, GroupName, Rank
 from parallel_runtime.topology.hosts import HostMap, Hosts, place_ranks
 from parallel_runtime.topology.layout import Layout
-from parallel_runtime.topology.shapes import group_ends
+from parallel_runtime.topology.shapes import block_spread, group_ends
 
 __all__ = ["Plan", "make_plan"]
 
@@ -184,9 +184,7 @@ class Plan:
         family = self.family(name)
         if self.hosts.num_hosts == 1 or family.group_size == 1:
             return 0
-        if family.group_size > self.hosts.largest:
-            return family.num_groups
-        return len(self.crossing(name))
+        return sum(count for facts, count in self._spread(family).items() if facts.num_hosts > 1)
 
     def budgets(self) -> Budgets:
         """What the communicators cost: one rank at most, and the world.
@@ -197,15 +195,14 @@ class Plan:
         rank = world = Budget()
         opened: list[PlannedCommunicator] = []
         for family in self.families:
-            crossing = self.count_crossing(family.name)
             costs = []
-            for crosses_hosts, count in ((False, family.num_groups - crossing), (True, crossing)):
-                if count:
-                    communicators = self._choose(family, crosses_hosts)
-                    opened += communicators
-                    costs.append(sum((communicator.cost(family.group_size) for communicator in communicators), Budget()))
-                    world += costs[-1] * (family.group_size * count)
-            rank += max(costs, key=attrgetter("communicators"))
+            for facts, count in self._spread(family).items():
+                communicators = choose_communicators(facts)
+                opened += communicators
+                costs.append(sum(map(communicator_cost, communicators), Budget()))
+                for communicator in communicators:
+                    world += communicator_cost(communicator) * (communicator.users * count)
+            rank += most_of_each(costs)
         device = gloo_device_cost(opened)
         return Budgets(largest_rank=rank + device, world=world + device * self.world_size)
 
@@ -299,33 +296,51 @@ class Plan:
         )
 
     def _planned(self, family: GroupFamily, name: GroupName, index: int, ends: tuple[Rank, Rank]) -> PlannedGroup:
-        if self.hosts.is_contiguous:
-            crosses_hosts = self.hosts.host_of(ends[0]) != self.hosts.host_of(ends[1])
-        else:
-            crosses_hosts = len({self.hosts.host_of(rank) for rank in self.layout.group_of(ends[0], name)}) > 1
+        facts = self._facts_of(family, ends)
         return PlannedGroup(
             name=name,
             index=index,
             world_size=family.group_size,
             ends=ends,
             shares_with=family.name,
-            crosses_hosts=crosses_hosts,
-            communicators=self._choose(family, crosses_hosts),
+            crosses_hosts=facts.num_hosts > 1,
+            communicators=choose_communicators(facts),
         )
 
-    def _choose(self, family: GroupFamily, crosses_hosts: bool) -> tuple[PlannedCommunicator, ...]:
-        return choose_communicators(family.group_size, crosses_hosts=crosses_hosts, backend=self.backend, uses_shm=self.uses_shm)
+    def _facts_of(self, family: GroupFamily, ends: tuple[Rank, Rank]) -> GroupFacts:
+        """What the choice of a group's communicators depends on. Members are listed only where the hosts cut groups unevenly."""
+        hosts, size = self.hosts, family.group_size
+        spread: tuple[int, int] | None = None
+        if hosts.is_contiguous:
+            first, last = map(hosts.host_of, ends)
+            spread = (1, size) if first == last else block_spread(self.layout, family.shape, hosts.largest)
+        if spread is None:
+            counts = Counter(map(hosts.host_of, self.layout.group_of(ends[0], family.name)))
+            spread = len(counts), max(counts.values())
+        num_hosts, most = spread
+        return GroupFacts(world_size=size, num_hosts=num_hosts, most_on_host=most, backend=self.backend, uses_shm=self.uses_shm)
+
+    def _spread(self, family: GroupFamily) -> Mapping[GroupFacts, int]:
+        """The different facts among a family's groups, those of one host first, and how many groups have them."""
+        hosts = self.hosts
+        if hosts.is_contiguous and block_spread(self.layout, family.shape, hosts.largest) is not None:
+            return {self._facts_of(family, group_ends(self.layout, self.layout.ranks[0], family.shape)): family.num_groups}
+        groups = self.layout.groups(family.name)
+        found = Counter(self._facts_of(family, (ranks[0], ranks[-1])) for ranks in groups)
+        return {facts: found[facts] for facts in sorted(found, key=attrgetter("num_hosts"))}
 
     def _row(self, family: GroupFamily) -> GroupRow:
-        crossing = self.count_crossing(family.name)
-        found = {False: family.num_groups - crossing, True: crossing}
+        opened = {
+            tuple((str(communicator), communicator.reason) for communicator in communicators): communicators
+            for communicators in map(choose_communicators, self._spread(family))
+        }
         return GroupRow(
             family=family,
             first_members=tuple(
                 self.layout.group_of(group.ends[0], family.name) for group in self.some_groups(family.name, most=SHOWN_GROUPS)
             ),
-            num_crossing=crossing,
-            communicators=tuple(self._choose(family, crosses_hosts) for crosses_hosts, count in found.items() if count),
+            num_crossing=self.count_crossing(family.name),
+            communicators=tuple(opened.values()),
         )
 
     def _as_dict(self) -> dict[str, object]:

@@ -2,17 +2,15 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal, TypeAlias, final
+from typing import final
 
-from parallel_runtime.config.budget import Budget, PlannedCommunicator, gloo_device_cost
+from parallel_runtime.comm.select import PlannedCommunicator
+from parallel_runtime.config.budget import Budget, communicator_cost, gloo_device_cost
 from parallel_runtime.terms import GROUP_NAMES, GroupName, Rank
 from parallel_runtime.topology.layout import Coordinate, Layout
 from parallel_runtime.topology.shapes import GroupShape, group_shape
 
-__all__ = ["GroupFamily", "PlannedBackend", "PlannedGroup", "RankPlan", "choose_communicators", "group_families", "rank_budget"]
-
-PlannedBackend: TypeAlias = Literal["gloo", "nccl", "local", "fake"]
-"""What carries the tensors of a planned world."""
+__all__ = ["GroupFamily", "PlannedGroup", "RankPlan", "group_families", "rank_budget"]
 
 
 @final
@@ -126,39 +124,6 @@ def group_families(layout: Layout) -> tuple[GroupFamily, ...]:
     )
 
 
-def choose_communicators(
-    world_size: int, *, crosses_hosts: bool, backend: PlannedBackend, uses_shm: bool
-) -> tuple[PlannedCommunicator, ...]:
-    """Choose what a group opens, by facts that are equal on every member.
-
-    Args:
-        world_size: Number of members.
-        crosses_hosts: Whether they are on more than one host.
-        backend: What carries the tensors.
-        uses_shm: Whether ranks of one host may talk through shared memory.
-
-    Returns:
-        Nothing for a group of one, otherwise one or two communicators.
-    """
-    if world_size == 1:
-        return ()
-    if backend == "local":
-        return (PlannedCommunicator(kind="local", reason="ranks are threads of one process"),)
-    if backend == "fake":
-        return (PlannedCommunicator(kind="fake", reason="a fake world moves nothing"),)
-    if backend == "nccl":
-        return (
-            PlannedCommunicator(kind="c10d", backend="gloo", plane="control", reason="messages"),
-            PlannedCommunicator(kind="c10d", backend="nccl", plane="data", reason="tensors on CUDA devices"),
-        )
-    if uses_shm and not crosses_hosts:
-        return (
-            PlannedCommunicator(kind="c10d", backend="gloo", plane="control", reason="messages"),
-            PlannedCommunicator(kind="shm", plane="data", reason="tensors of ranks on one host"),
-        )
-    return (PlannedCommunicator(kind="c10d", backend="gloo", reason="several hosts" if crosses_hosts else "CPU tensors"),)
-
-
 def rank_budget(groups: Iterable[PlannedGroup]) -> Budget:
     """Add up what a rank's groups cost it.
 
@@ -168,6 +133,5 @@ def rank_budget(groups: Iterable[PlannedGroup]) -> Budget:
     Returns:
         The cost.
     """
-    opened = [(group.world_size, communicator) for group in groups for communicator in group.opens]
-    costs = (communicator.cost(world_size) for world_size, communicator in opened)
-    return sum(costs, gloo_device_cost(communicator for _, communicator in opened))
+    opened = [communicator for group in groups for communicator in group.opens]
+    return sum(map(communicator_cost, opened), gloo_device_cost(opened))

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import final
 
-from parallel_runtime.config.budget import Budget, Budgets, PlannedCommunicator
+from parallel_runtime.comm.select import PlannedCommunicator
+from parallel_runtime.config.budget import Budget, Budgets
 from parallel_runtime.config.plan_groups import GroupFamily
 from parallel_runtime.config.plan_text import Table, format_bytes, format_ranks
 from parallel_runtime.terms import GroupName, Rank

@@ -1,125 +1,18 @@
 """The groups of one context: opened by their members only, each set of ranks once."""
 
 import hashlib
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TypeAlias, final
+from typing import final
 
 import torch
 
-from parallel_runtime.comm.c10d import C10dCommunicator, Store
-from parallel_runtime.comm.communicator import Communicator
 from parallel_runtime.comm.coordinator import GroupCoordinator, open_coordinator
-from parallel_runtime.comm.fake import FakeCommunicator
 from parallel_runtime.comm.groups import GroupSpec, GroupTimeouts
-from parallel_runtime.comm.local import LocalCommunicator, LocalHub
 from parallel_runtime.config.deadlines import Deadlines
+from parallel_runtime.context.connectors import Connection, Connector
 from parallel_runtime.terms import Rank
 from parallel_runtime.topology.layout import Layout
 
-__all__ = ["C10dConnector", "Connection", "Connector", "GroupTable", "connect_fake", "local_connector"]
-
-
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Connection:
-    """What one group moves its data with.
-
-    Attributes:
-        data: Moves tensors.
-        control: Moves messages between CPUs; the same object where tensors live on the CPU.
-    """
-
-    data: Communicator
-    control: Communicator
-
-
-Connector: TypeAlias = Callable[[str, tuple[Rank, ...], int], Connection]
-"""From (key, world ranks in group order, this member's position) to the group's connection."""
-
-
-def connect_fake(key: str, ranks: tuple[Rank, ...], rank_in_group: int) -> Connection:
-    """Connect to members that only seem to be there.
-
-    Args:
-        key: Of the group.
-        ranks: World ranks in group order.
-        rank_in_group: This member.
-
-    Returns:
-        The connection.
-    """
-    del key
-    communicator = FakeCommunicator(rank_in_group, len(ranks))
-    return Connection(data=communicator, control=communicator)
-
-
-def local_connector(hub: LocalHub) -> Connector:
-    """Connect ranks that are threads of this process.
-
-    Args:
-        hub: Shared by all of them.
-
-    Returns:
-        The connector.
-    """
-
-    def connect(key: str, ranks: tuple[Rank, ...], rank_in_group: int) -> Connection:
-        communicator = LocalCommunicator(hub, key, rank_in_group, len(ranks), ranks=ranks)
-        return Connection(data=communicator, control=communicator)
-
-    return connect
-
-
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class C10dConnector:
-    """Connects processes (or threads) through torch's backends: gloo for messages, gloo or nccl for tensors.
-
-    Attributes:
-        store: Where the members of a group meet.
-        backend: ``"gloo"`` or ``"nccl"``, of the tensors.
-        device: Where tensors live.
-        transport: gloo's listening end, shared by all groups of a context.
-        timeout_s: How long a group may take to connect, in seconds.
-    """
-
-    store: Store
-    backend: str
-    device: torch.device
-    transport: object
-    timeout_s: float
-
-    def __call__(self, key: str, ranks: tuple[Rank, ...], rank_in_group: int) -> Connection:
-        """Connect to the other members.
-
-        Args:
-            key: Of the group; never reused.
-            ranks: World ranks in group order.
-            rank_in_group: This member.
-
-        Returns:
-            The connection.
-
-        Collective: the members of the group, and nobody else.
-        """
-        control = self._open(f"{key}/control", ranks, rank_in_group, "gloo", torch.device("cpu"))
-        if self.backend == "gloo":
-            return Connection(data=control, control=control)
-        return Connection(data=self._open(f"{key}/data", ranks, rank_in_group, self.backend, self.device), control=control)
-
-    def _open(self, key: str, ranks: tuple[Rank, ...], rank_in_group: int, backend: str, device: torch.device) -> Communicator:
-        return C10dCommunicator(
-            self.store,
-            key,
-            rank_in_group,
-            len(ranks),
-            backend=backend,
-            timeout_s=self.timeout_s,
-            device=device,
-            ranks=ranks,
-            transport=self.transport,
-        )
+__all__ = ["GroupTable"]
 
 
 @final

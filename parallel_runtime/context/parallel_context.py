@@ -9,18 +9,20 @@ from typing import NoReturn, Self, final
 
 import torch
 
-from parallel_runtime.comm.c10d import Store, gloo_device, wrap
+from parallel_runtime.comm.c10d import Store, wrap
 from parallel_runtime.comm.coordinator import GroupCoordinator
 from parallel_runtime.comm.local import LocalHub
 from parallel_runtime.config.environment import Identity, current_environ, detect
 from parallel_runtime.config.parallel_config import ParallelConfig
 from parallel_runtime.config.plan import Plan
 from parallel_runtime.context.choices import choose_backend, choose_device, fit_config
-from parallel_runtime.context.groups import C10dConnector, Connector, GroupTable, connect_fake, local_connector
+from parallel_runtime.context.connectors import Connector, ProcessConnector, connect_fake, local_connector
+from parallel_runtime.context.groups import GroupTable
 from parallel_runtime.context.meeting_point import MeetingPoint, find_meeting_point, own_address
 from parallel_runtime.context.rendezvous import Meeting, Member, join_world, new_uid
 from parallel_runtime.errors import ArgumentError, CollectiveMismatchError, ContextStateError
 from parallel_runtime.terms import GROUP_NAMES, Rank
+from parallel_runtime.topology.hosts import Hosts
 from parallel_runtime.topology.layout import Coordinate, Layout
 
 __all__ = ["ContextState", "ParallelContext"]
@@ -75,6 +77,7 @@ class ParallelContext:
         self._pid = os.getpid()
         self._uid = ""
         self._device = torch.device("cpu")
+        self._hosts: Hosts | None = None
         self._groups: dict[str, GroupCoordinator] = {}
         self._extra_groups: dict[tuple[str, ...], GroupCoordinator] = {}
         self._table: GroupTable | None = None
@@ -145,12 +148,12 @@ class ParallelContext:
 
     @property
     def plan(self) -> Plan:
-        """Everything the layout implies, as data; worked out at the call.
+        """Everything the layout implies, as data; worked out at the call. In an open context, on the hosts its ranks are on.
 
         Raises:
             ConfigError: A size is still -1.
         """
-        return self._config.plan()
+        return self._config.plan(hosts=self._hosts)
 
     @property
     def identity(self) -> Identity:
@@ -199,7 +202,8 @@ class ParallelContext:
     @property
     def host(self) -> str:
         """Name of this rank's host."""
-        return os.uname().nodename
+        named = None if self._identity is None else self._identity.host
+        return named or os.uname().nodename
 
     @property
     def coordinate(self) -> Coordinate:
@@ -348,6 +352,8 @@ class ParallelContext:
         else:
             self._meeting = self._meet()
             self._uid = self._meeting.uid
+            if len(set(self._meeting.hosts)) > 1:
+                self._hosts = [name for _, name in sorted(zip(self._meeting.ranks, self._meeting.hosts, strict=True))]
             connect = self._connector(backend, self._meeting)
         self._table = GroupTable(
             layout=self.layout,
@@ -372,7 +378,7 @@ class ParallelContext:
         else:
             point = find_meeting_point(self.identity, first_rank=Rank(ranks[0]), environ=environ, timeout_s=join_s)
             self._store = point.store
-        member = Member.of_this_process(self.rank, config.agreed_settings())
+        member = Member.of_this_process(self.rank, config.agreed_settings(), self.host)
         attempt = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         is_whole = len(ranks) == self.identity.world_size
         self._serves_store = point.server is not None
@@ -383,11 +389,13 @@ class ParallelContext:
         if backend == "local":
             assert self._hub is not None
             return local_connector(self._hub)
-        return C10dConnector(
+        return ProcessConnector(
             store=meeting.room,
             backend=backend,
             device=self._device,
-            transport=gloo_device(own_address(self.identity)),
+            hosts=dict(zip(meeting.ranks, meeting.hosts, strict=True)),
+            shm=self._config.shm,
+            address=own_address(self.identity),
             timeout_s=self._config.deadlines.join_s,
         )
 

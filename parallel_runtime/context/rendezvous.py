@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
+from itertools import groupby
 from typing import final
 
 import torch
@@ -55,18 +56,19 @@ class Member:
     settings: Mapping[str, object]
 
     @classmethod
-    def of_this_process(cls, rank: int, settings: Mapping[str, object]) -> "Member":
+    def of_this_process(cls, rank: int, settings: Mapping[str, object], host: str | None = None) -> "Member":
         """The entry of the calling process.
 
         Args:
             rank: Position in the world.
             settings: Of its config.
+            host: Name of its host; by default what the system calls it.
 
         Returns:
             The entry, versions included.
         """
         versions = {"parallel_runtime": version("parallel-runtime"), "torch": torch.__version__}
-        return cls(rank=rank, host=os.uname().nodename, pid=os.getpid(), settings={**settings, **versions})
+        return cls(rank=rank, host=host or os.uname().nodename, pid=os.getpid(), settings={**settings, **versions})
 
     def to_json(self) -> str:
         """The entry as text for the store."""
@@ -100,12 +102,14 @@ class Meeting:
         room: View of the store that belongs to this context alone.
         ranks: Of its world.
         rank: This one.
+        hosts: Name of the host of each of ``ranks``, equal on every rank.
     """
 
     uid: str
     room: Store
     ranks: Sequence[int]
     rank: Rank
+    hosts: tuple[str, ...]
 
     def leave(self, reason: str) -> None:
         """Tell whoever asks that this rank is gone. Waits for nobody; a store that is gone too is no error.
@@ -216,7 +220,8 @@ def join_world(
     if problem := verdict.get("error"):
         _await_hearing(room, member, ranks, linger_s)
         raise RendezvousError(problem)
-    return Meeting(uid=verdict["uid"], room=room, ranks=ranks, rank=Rank(member.rank))
+    hosts = tuple(name for name, count in json.loads(verdict["hosts"]) for _ in range(count))
+    return Meeting(uid=verdict["uid"], room=room, ranks=ranks, rank=Rank(member.rank), hosts=hosts)
 
 
 def compare_members(members: Sequence[Member]) -> str:
@@ -294,7 +299,10 @@ def _judge(room: Store, ranks: Sequence[int], deadline: float, timeout_s: float)
         wait_for_keys(room, [f"member/{missing[0]}"], min(_SLICE_S, deadline - time.monotonic()))
     if difference:
         return {"error": difference}
-    return {"error": _missing_text(list(members), ranks, timeout_s)} if missing else {"uid": new_uid()}
+    if missing:
+        return {"error": _missing_text(list(members), ranks, timeout_s)}
+    hosts = [(name, len(list(run))) for name, run in groupby(members[rank].host for rank in ranks)]
+    return {"uid": new_uid(), "hosts": json.dumps(hosts)}
 
 
 def _await_hearing(room: Store, member: Member, ranks: Sequence[int], linger_s: float) -> None:

@@ -1,4 +1,4 @@
-"""A context opens what its plan says: descriptors counted on real gloo groups, ranks as threads of one process."""
+"""A context opens what its plan says: descriptors counted on real groups, ranks as threads of one process or as processes."""
 
 import gc
 import os
@@ -8,7 +8,7 @@ import pytest
 
 from parallel_runtime.config import ParallelConfig
 from parallel_runtime.context.parallel_context import ParallelContext
-from parallel_runtime.launch.threads import run_threads
+from parallel_runtime.launch import launch, run_threads
 
 DESCRIPTORS = Path("/proc/self/fd")
 
@@ -26,8 +26,25 @@ def count_descriptors(ctx: ParallelContext) -> int:
 
 @pytest.mark.parametrize("config", [ParallelConfig(tp=2), ParallelConfig(tp=2, pp=2), ParallelConfig(tp=2, dp=2, ep=2)])
 def test_descriptors_are_as_planned(config: ParallelConfig) -> None:
-    config = config.replace(backend="gloo")
+    config = config.replace(backend="gloo", shm="off")
     run_threads(count_descriptors, config)
     gc.collect()
     before = len(os.listdir(DESCRIPTORS))
     assert set(run_threads(count_descriptors, config)) == {before + config.plan().budgets().world.descriptors}
+
+
+def descriptors_of_a_second_context(ctx: ParallelContext, config: ParallelConfig) -> tuple[int, int]:
+    before = len(os.listdir(DESCRIPTORS))
+    with ParallelContext(config, identity=ctx.identity, store=ctx.store) as second:
+        for group in second.groups().values():
+            group.barrier()
+        count = len(os.listdir(DESCRIPTORS)) - before
+        ctx.world.barrier()
+        return count, second.plan.for_rank(ctx.rank).budget.descriptors
+
+
+@pytest.mark.processes
+def test_descriptors_of_shared_memory_are_as_planned() -> None:
+    config = ParallelConfig(tp=2, pp=2)
+    for count, planned in launch(descriptors_of_a_second_context, config, config, timeout_s=50):
+        assert count == planned == 4 + 2 + 2

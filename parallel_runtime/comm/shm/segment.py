@@ -198,7 +198,7 @@ class _Room:
 
 
 def _facts() -> dict[str, Any]:
-    host = socket.gethostname()
+    host = os.uname().nodename
     with contextlib.suppress(OSError), open(_BOOT_ID) as file:
         host = file.read().strip()
     space, cores = os.stat("/proc/self/ns/pid").st_ino, sorted(os.sched_getaffinity(0))

@@ -8,6 +8,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from parallel_runtime.comm.shm.geometry import choose_geometries
 from parallel_runtime.config import ParallelConfig
 from parallel_runtime.config.budget import Budget
 from parallel_runtime.config.plan import Plan, make_plan
@@ -32,20 +33,22 @@ def test_one_rank() -> None:
     etp = next(group for group in view.groups if group.name == "etp")
     assert (etp.shares_with, etp.reason) == ("tp", "same ranks as tp, whose communicators it shares")
     assert next(group for group in view.groups if group.name == "cp").reason == "a group of one opens nothing"
-    # world of 8, stage of 4, three pairs: 7 + 3 + 3 * 1 connections and one listening socket
-    assert view.budget == Budget(communicators=5, sockets=14, threads=6, descriptors=17, bytes=300_000)
+    # gloo for the world of 8 and the pair across hosts: 7 + 1 connections and one listening socket; memory for the rest
+    shared = choose_geometries(4)[0].nbytes // 4 + 2 * (choose_geometries(2)[0].nbytes // 2)
+    assert view.budget == Budget(communicators=5, sockets=9, threads=3, descriptors=20, bytes=120_000 + shared)
 
 
 def test_budget_text() -> None:
-    assert str(eight().budgets().largest_rank) == "5 communicators, 14 sockets, 6 threads, 17 descriptors, 300 kB"
+    assert str(eight().budgets().largest_rank) == "5 communicators, 9 sockets, 3 threads, 20 descriptors, 16.4 MB"
 
 
 @pytest.mark.parametrize(
     ("backend", "uses_shm", "opened"),
     [
         ("gloo", False, ["c10d:gloo"]),
-        ("gloo", True, ["c10d:gloo", "shm"]),
-        ("nccl", True, ["c10d:gloo", "c10d:nccl"]),
+        ("gloo", True, ["shm"]),
+        ("nccl", True, ["shm", "c10d:nccl"]),
+        ("nccl", False, ["c10d:gloo", "c10d:nccl"]),
         ("local", True, ["local"]),
         ("fake", True, ["fake"]),
     ],
@@ -66,10 +69,11 @@ def test_threads_and_fakes_cost_no_sockets() -> None:
 @pytest.mark.parametrize(
     ("settings", "backend", "uses_shm"),
     [
-        ({}, "gloo", False),
-        ({"device": "cuda"}, "nccl", False),
-        ({"device": "cuda", "backend": "gloo"}, "gloo", False),
+        ({}, "gloo", True),
+        ({"device": "cuda"}, "nccl", True),
+        ({"device": "cuda", "backend": "gloo"}, "gloo", True),
         ({"shm": "on"}, "gloo", True),
+        ({"shm": "off"}, "gloo", False),
     ],
 )
 def test_a_config_says_what_its_plan_opens(settings: dict[str, str], backend: str, uses_shm: bool) -> None:
@@ -88,13 +92,14 @@ def test_text() -> None:
     assert "pp        4 x 2           0 4; 1 5; 2 6; 3 7  4 of 4       c10d:gloo  several hosts\n" in text
     assert "Groups of one, which open nothing: cp, ep, dcp." in text
     assert "host1  4      4-7" in text
-    assert "the world          40             112      48       136          2.4 MB" in text
+    assert "the world          40             72       24       160          131 MB" in text
 
 
 def test_text_of_a_mixed_family_names_both_kinds() -> None:
     plan = make_plan(Layout.of(tp=2, pp=3), hosts=2, uses_shm=True)  # ranks 2 and 3 of the middle stage are on two hosts
-    assert "1 of 3       c10d:gloo + shm / c10d:gloo  messages; tensors of ranks on one host / several hosts" in plan.to_text()
-    assert plan.budgets().largest_rank.communicators == 4
+    assert "1 of 3       shm / c10d:gloo  ranks of one host / several hosts" in plan.to_text()
+    largest = plan.budgets().largest_rank
+    assert (largest.communicators, largest.sockets) == (3, 5 + 1 + 2 + 1)  # gloo for the world, the middle stage and pp
 
 
 def test_text_of_a_world_with_many_hosts_is_cut() -> None:
@@ -114,7 +119,7 @@ def test_json_holds_groups_and_budget() -> None:
         "ranks": [[0, 4], [1, 5], [2, 6], [3, 7]],
     }
     assert data["groups"]["etp"]["opens"] == []
-    assert data["budget"]["largest_rank"]["sockets"] == 14
+    assert data["budget"]["largest_rank"]["sockets"] == 9
     assert data["hosts"] == 2
 
 
@@ -150,6 +155,10 @@ def test_diff_of_two_orders() -> None:
         "dp groups: 4 x 2 -> 4 x 2, 4 cross hosts",
         "edp groups: 4 x 2, same as dp -> 4 x 2, 4 cross hosts, same as dp",
         "pp groups: 4 x 2, 4 cross hosts -> 4 x 2",
+        "one rank pays at most: 5 communicators, 9 sockets, 3 threads, 20 descriptors, 16.4 MB -> "
+        "5 communicators, 12 sockets, 4 threads, 19 descriptors, 10.7 MB",
+        "the world pays: 40 communicators, 72 sockets, 24 threads, 160 descriptors, 131 MB -> "
+        "40 communicators, 96 sockets, 32 threads, 152 descriptors, 85.4 MB",
         "4 of 8 ranks move, first rank 2: tp=0 cp=0 dp=1 pp=0 ep=0 etp=0 edp=1 dcp=0 on host0 -> "
         "tp=0 cp=0 dp=0 pp=1 ep=0 etp=0 edp=0 dcp=0 on host0",
     ]

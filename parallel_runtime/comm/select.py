@@ -1,0 +1,104 @@
+"""Which communicators a group opens, and why: a pure function of facts that are equal on every member.
+
+The plan and the context both ask here, so what a plan says is what a context opens.
+"""
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias, final
+
+__all__ = ["CommunicatorKind", "GroupFacts", "Plane", "PlannedBackend", "PlannedCommunicator", "choose_communicators"]
+
+CommunicatorKind: TypeAlias = Literal["c10d", "shm", "local", "fake"]
+"""What moves the bytes: torch's own backends, shared memory, threads, or nothing at all."""
+
+PlannedBackend: TypeAlias = Literal["gloo", "nccl", "local", "fake"]
+"""What a world's tensors travel over where its ranks cannot share memory."""
+
+Plane: TypeAlias = Literal["control", "data", "both"]
+"""CPU messages, tensors, or both."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupFacts:
+    """What the choice depends on.
+
+    Attributes:
+        world_size: Members of the group.
+        num_hosts: Hosts that its members are on.
+        most_on_host: Members on the host that has most of them.
+        backend: Of the world.
+        uses_shm: Whether ranks of one host may share memory.
+    """
+
+    world_size: int
+    num_hosts: int
+    most_on_host: int
+    backend: PlannedBackend
+    uses_shm: bool
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether it is on several hosts, with more than one member on some."""
+        return self.num_hosts > 1 and self.most_on_host > 1
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedCommunicator:
+    """One kind of communicator that a group opens.
+
+    Attributes:
+        kind: What moves the bytes.
+        backend: Name of the torch backend, for kind ``c10d``; otherwise ``""``.
+        plane: ``"control"`` (CPU messages), ``"data"`` (tensors), or ``"both"``.
+        reason: Why this one, and for what.
+        size: Members that one such communicator connects, at most.
+        users: Members of the group that are in such a communicator.
+    """
+
+    kind: CommunicatorKind
+    backend: str = ""
+    plane: Plane = "both"
+    reason: str = ""
+    size: int
+    users: int
+
+    def __str__(self) -> str:
+        return f"{self.kind}:{self.backend}" if self.backend else self.kind
+
+
+def choose_communicators(facts: GroupFacts) -> tuple[PlannedCommunicator, ...]:
+    """Choose what a group opens.
+
+    Args:
+        facts: Of the group.
+
+    Returns:
+        Nothing for a group of one; otherwise one communicator, or several that share the work as their reasons say.
+    """
+    size = facts.world_size
+    if size == 1:
+        return ()
+    if facts.backend == "local":
+        return (PlannedCommunicator(kind="local", reason="ranks are threads of one process", size=size, users=size),)
+    if facts.backend == "fake":
+        return (PlannedCommunicator(kind="fake", reason="a fake world moves nothing", size=size, users=size),)
+    is_nccl = facts.backend == "nccl"
+    between_cpus = _between_cpus(facts, "control" if is_nccl else "both")
+    if not is_nccl:
+        return between_cpus
+    data = PlannedCommunicator(kind="c10d", backend="nccl", plane="data", reason="tensors on CUDA devices", size=size, users=size)
+    return (*between_cpus, data)
+
+
+def _between_cpus(facts: GroupFacts, plane: Plane) -> tuple[PlannedCommunicator, ...]:
+    size = facts.world_size
+    if facts.uses_shm and facts.num_hosts == 1:
+        reason = "messages on one host" if plane == "control" else "ranks of one host"
+        return (PlannedCommunicator(kind="shm", plane=plane, reason=reason, size=size, users=size),)
+    if facts.num_hosts > 1:
+        reason = "messages between hosts" if plane == "control" else "several hosts"
+    else:
+        reason = "messages" if plane == "control" else "shared memory is off"
+    return (PlannedCommunicator(kind="c10d", backend="gloo", plane=plane, reason=reason, size=size, users=size),)

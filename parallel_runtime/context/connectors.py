@@ -1,0 +1,167 @@
+"""How the members of one group come to talk: the communicators that were chosen for it, opened by its members alone."""
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal, TypeAlias, final
+
+import torch
+
+from parallel_runtime.comm.c10d import C10dCommunicator, Store, gloo_device
+from parallel_runtime.comm.communicator import Communicator
+from parallel_runtime.comm.fake import FakeCommunicator
+from parallel_runtime.comm.local import LocalCommunicator, LocalHub
+from parallel_runtime.comm.select import GroupFacts, PlannedCommunicator, choose_communicators
+from parallel_runtime.comm.shm import ShmCommunicator, Unavailable
+from parallel_runtime.comm.shm.stores import StoreAdapter
+from parallel_runtime.errors import ConfigError
+from parallel_runtime.terms import Rank
+
+__all__ = ["Connection", "Connector", "ProcessConnector", "connect_fake", "local_connector"]
+
+_logger = logging.getLogger(__name__)
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Connection:
+    """What one group moves its data with.
+
+    Attributes:
+        data: Moves tensors.
+        control: Moves messages between CPUs; the same object where tensors live on the CPU.
+    """
+
+    data: Communicator
+    control: Communicator
+
+
+Connector: TypeAlias = Callable[[str, tuple[Rank, ...], int], Connection]
+"""From (key, world ranks in group order, this member's position) to the group's connection."""
+
+
+def connect_fake(key: str, ranks: tuple[Rank, ...], rank_in_group: int) -> Connection:
+    """Connect to members that only seem to be there.
+
+    Args:
+        key: Of the group.
+        ranks: World ranks in group order.
+        rank_in_group: This member.
+
+    Returns:
+        The connection.
+    """
+    del key
+    communicator = FakeCommunicator(rank_in_group, len(ranks))
+    return Connection(data=communicator, control=communicator)
+
+
+def local_connector(hub: LocalHub) -> Connector:
+    """Connect ranks that are threads of this process.
+
+    Args:
+        hub: Shared by all of them.
+
+    Returns:
+        The connector.
+    """
+
+    def connect(key: str, ranks: tuple[Rank, ...], rank_in_group: int) -> Connection:
+        communicator = LocalCommunicator(hub, key, rank_in_group, len(ranks), ranks=ranks)
+        return Connection(data=communicator, control=communicator)
+
+    return connect
+
+
+@final
+class ProcessConnector:
+    """Connects processes (or threads) through shared memory or torch's backends, as ``choose_communicators`` says.
+
+    Args:
+        store: Where the members of a group meet.
+        backend: ``"gloo"`` or ``"nccl"``, of the world.
+        device: Where tensors live.
+        hosts: Name of every rank's host, equal on all ranks.
+        shm: Whether to share memory: where it can be had, always, or never.
+        address: Where gloo listens; it does once it is needed, at one place for all groups.
+        timeout_s: How long a group may take to connect, in seconds.
+    """
+
+    def __init__(
+        self,
+        *,
+        store: Store,
+        backend: str,
+        device: torch.device,
+        hosts: Mapping[int, str],
+        shm: Literal["auto", "on", "off"],
+        address: str,
+        timeout_s: float,
+    ) -> None:
+        self._store = store
+        self._backend = backend
+        self._device = device
+        self._hosts = hosts
+        self._shm = shm
+        self._address = address
+        self._timeout_s = timeout_s
+        self._transport: object | None = None
+
+    def __call__(self, key: str, ranks: tuple[Rank, ...], rank_in_group: int) -> Connection:
+        """Connect to the other members.
+
+        Args:
+            key: Of the group; never reused.
+            ranks: World ranks in group order.
+            rank_in_group: This member.
+
+        Returns:
+            The connection.
+
+        Raises:
+            ConfigError: Memory cannot be shared, and ``shm`` is ``"on"``.
+
+        Collective: the members of the group, and nobody else.
+        """
+        counts = Counter(self._hosts[rank] for rank in ranks)
+        facts = GroupFacts(
+            world_size=len(ranks),
+            num_hosts=len(counts),
+            most_on_host=max(counts.values()),
+            backend="nccl" if self._backend == "nccl" else "gloo",
+            uses_shm=self._shm != "off",
+        )
+        opened = {planned.plane: self._open(planned, key, ranks, rank_in_group) for planned in choose_communicators(facts)}
+        control = opened.get("both") or opened["control"]
+        return Connection(data=opened.get("data", control), control=control)
+
+    def _open(self, planned: PlannedCommunicator, key: str, ranks: tuple[Rank, ...], rank_in_group: int) -> Communicator:
+        if planned.kind == "c10d":
+            return self._open_c10d(f"{key}/{planned.plane}", ranks, rank_in_group, planned.backend, planned.reason)
+        made = ShmCommunicator.create(StoreAdapter(self._store), f"{key}/shm", rank_in_group, len(ranks), self._timeout_s)
+        if not isinstance(made, Unavailable):
+            made.reason = planned.reason
+            return made
+        if self._shm == "on":
+            raise ConfigError(f'shm="on", but ranks {ranks} cannot share memory: {made.reason}; shm="auto" falls back to gloo')
+        _logger.warning("ranks %s cannot share memory and talk over gloo: %s", ranks, made.reason)
+        return self._open_c10d(f"{key}/control", ranks, rank_in_group, "gloo", f"no shared memory: {made.reason}")
+
+    def _open_c10d(self, key: str, ranks: tuple[Rank, ...], rank_in_group: int, backend: str, reason: str) -> Communicator:
+        is_gloo = backend == "gloo"
+        if is_gloo and self._transport is None:
+            self._transport = gloo_device(self._address)
+        made = C10dCommunicator(
+            self._store,
+            key,
+            rank_in_group,
+            len(ranks),
+            backend=backend,
+            timeout_s=self._timeout_s,
+            device=torch.device("cpu") if is_gloo else self._device,
+            ranks=ranks,
+            transport=self._transport,
+        )
+        made.reason = reason
+        return made
