@@ -9,15 +9,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerProcess
+from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Generic, NoReturn, Self, TypeVar, final
 
 from parallel_runtime.comm.c10d import HostedStore, listen_store
 from parallel_runtime.config.environment import current_environ
 from parallel_runtime.config.parallel_config import ParallelConfig
-from parallel_runtime.errors import ArgumentError, ConfigError, ContextStateError, LaunchError
+from parallel_runtime.errors import ArgumentError, ConfigError, ContextStateError, LaunchError, RankFailedError
 from parallel_runtime.launch.guards import refuse_launched_rank, refuse_unguarded_main
+from parallel_runtime.launch.output import RankOutput, log_path
 from parallel_runtime.launch.payload import name_of, pack_call
+from parallel_runtime.launch.pinning import Pin, core_shares, numa_nodes
 from parallel_runtime.launch.rank_process import Job, RankTask, run_rank
 from parallel_runtime.launch.supervise import RankHandle, Supervisor, end_processes
 from parallel_runtime.launch.wires import Descriptor, MessageReader, sealed
@@ -39,18 +42,34 @@ class LocalRanks(Generic[_T]):
         config: Of the context that each rank enters; ranks are numbered from 0.
         args: Further arguments; each rank gets a copy. Connections, queues and locks of ``multiprocessing`` may be among them.
         host: Loopback address on which the ranks meet, ``"127.0.0.1"`` or ``"::1"``.
+        log_dir: Folder in which each rank's output goes to a file of its own, ``rank-<rank>.log``.
+        prefix_output: Whether each line on the caller's streams begins with ``[rank N]``; then a thread passes output on.
+        pin: ``"auto"`` keeps each rank to cores of its own, near to each other, where there are at least two for each rank.
 
     Leaving the block, in whatever way, ends every rank that still runs.
 
     Raises:
-        ArgumentError: ``fn`` cannot be called.
+        ArgumentError: ``fn`` cannot be called, or ``pin`` is unknown.
         ConfigError: The config is for threads, or does not number its ranks from 0.
     """
 
     def __init__(
-        self, fn: Callable[..., _T], config: ParallelConfig, *, args: Sequence[object] = (), host: str = "127.0.0.1"
+        self,
+        fn: Callable[..., _T],
+        config: ParallelConfig,
+        *,
+        args: Sequence[object] = (),
+        host: str = "127.0.0.1",
+        log_dir: str | os.PathLike[str] | None = None,
+        prefix_output: bool = False,
+        pin: Pin = "none",
     ) -> None:
         check_startable(fn, config, backends=("auto", "gloo", "nccl"))
+        if pin not in ("none", "auto"):
+            raise ArgumentError(f'pin is "none" or "auto", got {pin!r}')
+        self._log_dir = None if log_dir is None else Path(log_dir)
+        self._prefix_output = prefix_output
+        self._pin = pin
         self._fn = fn
         self._config = config
         self._args = args
@@ -96,7 +115,8 @@ class LocalRanks(Generic[_T]):
             LaunchError: A rank did not start within ``deadlines.join_s``.
             RankFailedError: A rank failed.
         """
-        return self._running().check()
+        with self._naming_the_log():
+            return self._running().check()
 
     def wait(self, timeout_s: float | None = None) -> list[_T]:
         """Wait until every rank has returned.
@@ -113,9 +133,19 @@ class LocalRanks(Generic[_T]):
             RankFailedError: A rank failed; the first cause comes first, what followed is marked as such.
         """
         supervisor = self._running()
-        results = supervisor.wait(timeout_s)
+        with self._naming_the_log():
+            results = supervisor.wait(timeout_s)
         supervisor.wait_for_exit(self._config.deadlines.exit_s)
         return results
+
+    @contextmanager
+    def _naming_the_log(self) -> Iterator[None]:
+        try:
+            yield
+        except RankFailedError as error:
+            if self._log_dir is not None:
+                error.add_note(f"output of rank {error.rank}: {log_path(self._log_dir, error.rank)}")
+            raise
 
     def _running(self) -> Supervisor:
         if self._supervisor is None:
@@ -137,13 +167,16 @@ class LocalRanks(Generic[_T]):
         self._server = None
 
     def _start(self, job: bytes, arguments: Sequence[object], stack: ExitStack) -> None:
+        world_size = self._config.world_size
+        output = stack.enter_context(RankOutput(world_size, log_dir=self._log_dir, prefix_output=self._prefix_output))
+        shares = core_shares(sorted(os.sched_getaffinity(0)), numa_nodes(), world_size) if self._pin == "auto" else ()
         lifeline_read, lifeline_write = os.pipe()
         stack.callback(end_processes, self._handles, lifeline_write)
         with ExitStack() as handed_over, _forkserver_with_torch():
             handed_over.callback(os.close, lifeline_read)
             job_fd = sealed(job)
             handed_over.callback(os.close, job_fd)
-            for rank in range(self._config.world_size):
+            for rank in range(world_size):
                 messages, outcome = os.pipe()
                 reader = MessageReader(messages)
                 task = RankTask(
@@ -151,17 +184,26 @@ class LocalRanks(Generic[_T]):
                     job=Descriptor(job_fd),
                     outcome=Descriptor(outcome),
                     lifeline=Descriptor(lifeline_read),
-                    output=(Descriptor(1), Descriptor(2)),
+                    output=tuple(map(Descriptor, output.of(rank))),
                     handles=arguments,
+                    cores=shares[rank] if shares else (),
                 )
                 try:
                     self._handles.append(_start_process(task, reader))
                 finally:
                     os.close(outcome)
+        output.handed_over()
 
 
 def launch(
-    fn: Callable[..., _T], config: ParallelConfig, *args: object, timeout_s: float | None = None, host: str = "127.0.0.1"
+    fn: Callable[..., _T],
+    config: ParallelConfig,
+    *args: object,
+    timeout_s: float | None = None,
+    host: str = "127.0.0.1",
+    log_dir: str | os.PathLike[str] | None = None,
+    prefix_output: bool = False,
+    pin: Pin = "none",
 ) -> list[_T]:
     """Run ``fn(ctx, *args)`` on every rank of a world of local processes.
 
@@ -179,18 +221,23 @@ def launch(
         *args: Further arguments; each rank gets a copy.
         timeout_s: Longest run in seconds; ``None`` sets no limit.
         host: Loopback address on which the ranks meet, ``"127.0.0.1"`` or ``"::1"``.
+        log_dir: Folder in which each rank's output goes to a file of its own, ``rank-<rank>.log``; an error names the file.
+        prefix_output: Whether each line on the caller's streams begins with ``[rank N]``; then a thread passes output on.
+        pin: ``"auto"`` keeps each rank to cores of its own, near to each other, where there are at least two for each rank. Two
+            launches at a time would choose the same cores, so the default is ``"none"``.
 
     Returns:
         What each rank returned, in rank order; ``None`` from a rank that called ``sys.exit(0)``.
 
     Raises:
-        ArgumentError: ``fn`` cannot be called.
+        ArgumentError: ``fn`` cannot be called, or ``pin`` is unknown.
         ConfigError: The config is for threads, or does not number its ranks from 0.
-        LaunchError: Nothing was started: the call cannot be pickled, the script has no main guard, this process is a rank itself.
-            Or the ranks did not start, or did not finish in time.
+        LaunchError: Nothing was started: the call cannot be pickled, the script has no main guard, this process is a rank itself,
+            a log file cannot be opened. Or the ranks did not start, or did not finish in time.
         RankFailedError: A rank raised, exited or was killed; the others have been ended.
     """
-    with _sigterm_as_exit(), LocalRanks(fn, config, args=args, host=host) as ranks:
+    ranks = LocalRanks(fn, config, args=args, host=host, log_dir=log_dir, prefix_output=prefix_output, pin=pin)
+    with _sigterm_as_exit(), ranks:
         return ranks.wait(timeout_s)
 
 

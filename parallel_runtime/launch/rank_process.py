@@ -61,14 +61,16 @@ class RankTask:
         lifeline: Read end of a pipe that ends when the parent does.
         output: The caller's stdout and stderr.
         handles: Connections, queues and locks among the arguments.
+        cores: That the process keeps to; ``()`` for any.
     """
 
     rank: Rank
     job: Descriptor
     outcome: Descriptor
     lifeline: Descriptor
-    output: tuple[Descriptor, Descriptor]
+    output: tuple[Descriptor, ...]
     handles: Sequence[object]
+    cores: tuple[int, ...] = ()
 
 
 @final
@@ -175,6 +177,8 @@ def _prepare_process(task: RankTask, job: Job) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal group; the parent decides what it means
     faulthandler.enable()
     multiprocessing.set_start_method("forkserver", force=True)
+    if task.cores:
+        os.sched_setaffinity(0, task.cores)
     torch.set_num_threads(job.num_threads)
     logging.getLogger(__name__).debug("rank %d runs as pid %d", task.rank, os.getpid())
 
