@@ -3,6 +3,7 @@
 For worlds of 512 to 16,384 ranks (tp=8, cp=2, pp=4, ep=16, the rest dp), in one run, median of several:
 
 - *one rank*: the layout is made, and one rank's coordinate and its groups on tp, cp, dp, pp, ep, etp, edp are asked for;
+- *its plan*: the config is made, and the whole plan of that rank (groups, aliases, communicators, costs, hosts of 8 ranks);
 - *whole table*: all groups on the same seven axes;
 - Megatron: the same seven tables (its generator has no question about one rank: a rank looks itself up in the table);
 - torch: ``init_device_mesh`` with dims pp, dp, cp, tp on a fake world. It also makes its (fake) process groups and has no expert
@@ -19,6 +20,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 
+from parallel_runtime.config import ParallelConfig
 from parallel_runtime.topology import Layout
 
 __all__ = ["main"]
@@ -69,6 +71,23 @@ def ask_one_rank(layout: Layout) -> object:
     """
     rank = layout.world_size // 2 + 3
     return layout.coordinate(rank), [layout.group_of(rank, axis) for axis in AXES]
+
+
+def plan_one_rank(world_size: int, *, tp: int, cp: int, pp: int, ep: int) -> object:
+    """Make a config and one rank's whole plan.
+
+    Args:
+        world_size: Ranks, a multiple of 8; 8 on each host.
+        tp: Tensor-parallel size.
+        cp: Context-parallel size.
+        pp: Pipeline-parallel size.
+        ep: Expert-parallel size.
+
+    Returns:
+        The plan.
+    """
+    config = ParallelConfig(tp=tp, cp=cp, pp=pp, dp=world_size // (tp * cp * pp), ep=ep)
+    return config.plan(hosts=world_size // 8).for_rank(world_size // 2 + 3)
 
 
 def megatron_table() -> Callable[[int], object] | None:
@@ -146,20 +165,24 @@ def measure(repeat: int) -> str:
     Returns:
         A markdown table, and a line about a million ranks.
     """
-    rows = [
-        "| ranks | one rank, ms | whole table, ms | Megatron table, ms (to our table) | init_device_mesh, ms (to our one rank) |",
-        "|---|---|---|---|---|",
-    ]
+    titles = ("ranks", "one rank, ms", "its plan, ms", "whole table, ms", "Megatron table, ms", "init_device_mesh, ms")
+    rows = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
     megatron = megatron_table()
     for world_size in WORLDS:
         layout = make_layout(world_size)
         one = milliseconds(lambda size=world_size: ask_one_rank(make_layout(size)), repeat)  # type: ignore[misc]  # bound default
+        plan = milliseconds(lambda size=world_size: plan_one_rank(size, tp=TP, cp=CP, pp=PP, ep=EP), repeat)  # type: ignore[misc]  # same
         table = milliseconds(lambda layout=layout: [layout.groups(axis) for axis in AXES], repeat)  # type: ignore[misc]  # same
         theirs = milliseconds(lambda size=world_size: megatron(size), repeat) if megatron else None  # type: ignore[misc]  # same
         mesh = torch_mesh_ms(world_size, repeat)
-        rows.append(f"| {world_size} | {one:.3f} | {table:.2f} | {cell(theirs, table)} | {cell(mesh, one)} |")
+        rows.append(f"| {world_size} | {one:.3f} | {plan:.2f} | {table:.2f} | {cell(theirs, table)} | {cell(mesh, one)} |")
     million = milliseconds(lambda: ask_one_rank(Layout.of(tp=8, pp=16, dp=8192, ep=64)), repeat)
-    rows += ["", f"1,048,576 ranks (tp=8, pp=16, dp=8192, ep=64), one rank: {million:.3f} ms. Median of {repeat} runs."]
+    plan = milliseconds(lambda: plan_one_rank(1 << 20, tp=8, cp=1, pp=16, ep=64), repeat)
+    rows += [
+        "",
+        f"1,048,576 ranks (tp=8, pp=16, dp=8192, ep=64): one rank {million:.3f} ms, its plan {plan:.2f} ms.",
+        f"Median of {repeat} runs; in brackets Megatron's time over our table's, the mesh's over our one rank's.",
+    ]
     return "\n".join(rows) + "\n"
 
 
