@@ -22,6 +22,7 @@ from parallel_runtime.serving.messages import (
     Shutdown,
     StepOutput,
     Submit,
+    Wake,
     decode_leader,
     encode,
 )
@@ -71,13 +72,19 @@ class DataParallelController:
         links: One per data-parallel rank, in that order. Only bytes are exchanged over them. Borrowed.
         policy: How requests are spread.
         max_requests: Requests under way on all replicas together; one more is refused at once.
+        lockstep: Whether the replicas compute in step, so that each has to know when another gets a request.
 
     Raises:
         ArgumentError: There is no link, or ``max_requests`` is below 1.
     """
 
     def __init__(
-        self, links: Sequence[Connection], *, policy: BalancePolicy = BalancePolicy.LEAST_REQUESTS, max_requests: int = 1024
+        self,
+        links: Sequence[Connection],
+        *,
+        policy: BalancePolicy = BalancePolicy.LEAST_REQUESTS,
+        max_requests: int = 1024,
+        lockstep: bool = False,
     ) -> None:
         if max_requests < 1:
             raise ArgumentError(f"max_requests={max_requests} must be at least 1")
@@ -85,6 +92,7 @@ class DataParallelController:
         self._send_locks = [threading.Lock() for _ in links]
         self._balancer = Balancer(len(self._links), policy=policy)
         self._max_requests = max_requests
+        self._lockstep = lockstep
         self._lock = threading.Lock()
         self._pending: dict[str, _Pending] = {}
         self._ready: dict[int, Ready] = {}
@@ -159,6 +167,7 @@ class DataParallelController:
             dp_rank = self._balancer.assign(request.request_id, num_tokens=request.max_tokens)
             pending = self._pending[request.request_id] = _Pending(sink=sink, dp_rank=dp_rank)
         self._send(dp_rank, Submit(request))
+        self._wake_others(dp_rank)
         with self._lock:
             pending.is_sent = True
         if pending.is_unwanted:
@@ -246,6 +255,12 @@ class DataParallelController:
             RequestResult(request_id=name, token_ids=tuple(made), finish_reason=reasons[name], dp_rank=stream.dp_ranks[name])
             for name, made in tokens.items()
         ]
+
+    def _wake_others(self, dp_rank: int) -> None:
+        if self._lockstep:
+            for other in range(len(self._links)):
+                if other != dp_rank:
+                    self._send(other, Wake())
 
     def _send(self, dp_rank: int, message: FrontMessage) -> None:
         """A link that is broken is left to ``pump``, which sees the same and knows the reason."""

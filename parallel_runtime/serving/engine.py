@@ -13,7 +13,6 @@ from typing import Literal, Self, TypeAlias, final
 
 import msgspec
 
-from parallel_runtime.config.model_shape import ModelShape
 from parallel_runtime.config.parallel_config import ParallelConfig
 from parallel_runtime.errors import CheckpointError, ContextStateError, RequestError
 from parallel_runtime.launch import LocalRanks
@@ -22,6 +21,7 @@ from parallel_runtime.serving.attendant import Attendant
 from parallel_runtime.serving.balancer import BalancePolicy
 from parallel_runtime.serving.controller import DataParallelController, RequestStream
 from parallel_runtime.serving.executors import RankExecutor, ThreadRanks, serve_rank_process
+from parallel_runtime.serving.lockstep import needs_lockstep
 from parallel_runtime.serving.messages import FinishReason, Ready, Request, SamplingParams
 from parallel_runtime.serving.serving_config import ServingConfig
 from parallel_runtime.serving.worker import check_servable
@@ -126,6 +126,7 @@ class Engine:
         self._eos_ids: tuple[int, ...] = ()
         self._tokenizer: Tokenizer | None = None
         self._no_tokenizer = ""
+        self._lockstep = False
         self._ready: tuple[Ready, ...] = ()
         self._controller: DataParallelController | None = None
 
@@ -252,17 +253,11 @@ class Engine:
     def _check_model(self, checkpoint: Checkpoint) -> None:
         config = checkpoint.config
         self._eos_ids = config.eos_ids
-        shape = ModelShape(
-            num_layers=config.num_layers,
-            num_query_heads=config.num_query_heads,
-            num_kv_heads=config.num_kv_heads,
-            vocab_size=config.vocab_size,
-            hidden_size=config.hidden_size,
-            intermediate_size=config.intermediate_size,
-        )
+        shape = config.shape
         self.parallel.check_model(shape)
         split_layers(config.num_layers, num_stages=self.parallel.pp, sizes=self.serving.stage_layers)
-        check_servable(self.parallel)
+        check_servable(self.parallel, shape)
+        self._lockstep = needs_lockstep(self.parallel, shape)
 
     def _load_tokenizer(self, checkpoint: Checkpoint) -> None:
         try:
@@ -276,7 +271,7 @@ class Engine:
         fronts, leaders = _open_links(self.parallel.dp, stack)
         limit = self.serving.max_waiting * self.parallel.dp
         policy = BalancePolicy(self.serving.balance)
-        controller = DataParallelController(fronts, policy=policy, max_requests=limit)
+        controller = DataParallelController(fronts, policy=policy, max_requests=limit, lockstep=self._lockstep)
         ranks: RankExecutor
         args = (fspath(resolve_model(self._model)), self.serving, leaders)
         if self._executor == "threads":

@@ -52,7 +52,7 @@ class PagedKvCache:
         """Bind one batch.
 
         Args:
-            batch: What the step computes, at least one chunk.
+            batch: What the step computes.
 
         Returns:
             What the forward of this step is handed.
@@ -67,7 +67,8 @@ class _Step:
     def __init__(self, cache: PagedKvCache, batch: Batch) -> None:
         self._cache = cache
         self._sequences = [_Sequence(chunk, cache) for chunk in batch.chunks]
-        self._written_T = torch.cat([sequence.written for sequence in self._sequences])
+        none = torch.zeros(0, dtype=torch.int64, device=cache.keys.device)
+        self._written_T = torch.cat([none, *(sequence.written for sequence in self._sequences)])
 
     def attend(self, layer: int, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor) -> Tensor:
         keys, values = self._cache.keys[layer], self._cache.values[layer]

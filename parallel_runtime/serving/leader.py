@@ -16,6 +16,7 @@ from parallel_runtime.serving.messages import (
     Step,
     StepOutput,
     Submit,
+    Wake,
     decode_front,
     encode,
 )
@@ -32,6 +33,10 @@ class LeaderDesk:
         link: To the front process. Only bytes are exchanged over it. Borrowed.
         policy: Asked whether it would take a request; never changed here.
         vocab_size: Token ids below this exist.
+
+    Attributes:
+        num_told: Messages read so far that may bring work to some replica, or end it; all leaders of one front are told as many.
+        is_over: Whether the front process wants an end, or is gone.
     """
 
     def __init__(self, link: Connection, policy: SchedulingPolicy, *, vocab_size: int) -> None:
@@ -39,6 +44,8 @@ class LeaderDesk:
         self._policy = policy
         self._vocab_size = vocab_size
         self._is_front_gone = False
+        self.num_told = 0
+        self.is_over = False
 
     def collect(self, sampled: tuple[int, ...] | None, *, wait_s: float) -> Step:
         """Read what has arrived and make it the next step. What can never be served is refused here and enters no step.
@@ -48,12 +55,12 @@ class LeaderDesk:
             wait_s: Longest wait for a first message.
 
         Returns:
-            The step; its ``shutdown`` is set when the front process is gone.
+            The step; its ``shutdown`` is ``is_over``.
         """
         requests: dict[str, Request] = {}
         aborts: dict[str, None] = {}
-        is_over = False
         for message in self._read(wait_s):
+            self.num_told += not isinstance(message, Abort)
             match message:
                 case Submit(request=request):
                     self._accept(request, requests)
@@ -64,8 +71,13 @@ class LeaderDesk:
                     if not self._drop([request_id], requests):
                         aborts[request_id] = None
                 case Shutdown():
-                    is_over = True
-        if is_over or self._is_front_gone:
+                    self.is_over = True
+                case Wake():
+                    pass
+        if self._is_front_gone and not self.is_over:
+            self.is_over = True
+            self.num_told += 1
+        if self.is_over:
             return Step(sampled=sampled, aborts=self._policy.alive, shutdown=True)
         return Step(sampled=sampled, aborts=tuple(aborts), requests=tuple(requests.values()))
 

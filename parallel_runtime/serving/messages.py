@@ -1,6 +1,6 @@
 """What travels between the front process, the leaders and the other ranks: plain data, encoded with msgpack, never with pickle.
 
-Front process to a leader: ``Submit``, ``Abort``, ``Shutdown``. Leader to the front process: ``Ready``, ``StepOutput``,
+Front process to a leader: ``Submit``, ``Abort``, ``Shutdown``, ``Wake``. Leader to the front process: ``Ready``, ``StepOutput``,
 ``Rejected``. Leader to the other ranks of its replica: one ``Step`` per turn of the loop.
 """
 
@@ -27,6 +27,7 @@ __all__ = [
     "Step",
     "StepOutput",
     "Submit",
+    "Wake",
     "decode_front",
     "decode_leader",
     "encode",
@@ -132,6 +133,10 @@ class Shutdown(msgspec.Struct, frozen=True, tag=True):
     """Front to leader: abort what runs and leave the loop."""
 
 
+class Wake(msgspec.Struct, frozen=True, tag=True):
+    """Front to leader: another replica, which this one computes in step with, has got a request."""
+
+
 class Ready(msgspec.Struct, frozen=True, tag=True):
     """Leader to front: the replica serves.
 
@@ -188,15 +193,17 @@ class Step(msgspec.Struct, frozen=True, tag=True):
         aborts: Requests that end now.
         requests: Requests that arrive now, in order.
         shutdown: Whether the loop ends here.
+        together: Whether a batch is computed even if nothing is scheduled, because another replica needs this one's experts.
     """
 
     sampled: tuple[int, ...] | None = None
     aborts: tuple[str, ...] = ()
     requests: tuple[Request, ...] = ()
     shutdown: bool = False
+    together: bool = False
 
 
-FrontMessage: TypeAlias = Submit | Abort | Shutdown
+FrontMessage: TypeAlias = Submit | Abort | Shutdown | Wake
 """What a leader receives."""
 
 LeaderMessage: TypeAlias = Ready | StepOutput | Rejected

@@ -61,7 +61,7 @@ class ModelRunner:
         """Run this stage's layers and keep the new keys and values.
 
         Args:
-            batch: At least one chunk; equal on every member of the stage.
+            batch: Equal on every member of the stage; without chunks it only takes part in the exchange of experts.
             hidden_TD: What the stage before made; ``None`` on the first stage.
 
         Returns:
@@ -79,8 +79,10 @@ class ModelRunner:
         device = self._cache.keys.device
         positions = [position for chunk in batch.chunks for position in range(chunk.start, chunk.length)]
         if hidden_TD is None:
-            hidden_TD = torch.tensor([token for chunk in batch.chunks for token in chunk.token_ids], device=device)
-        return self.model(hidden_TD, torch.tensor(positions, device=device), self._cache.step(batch))  # type: ignore[no-any-return]  # nn.Module.__call__ is untyped
+            tokens = [token for chunk in batch.chunks for token in chunk.token_ids]
+            hidden_TD = torch.tensor(tokens, dtype=torch.int64, device=device)
+        positions_T = torch.tensor(positions, dtype=torch.int64, device=device)
+        return self.model(hidden_TD, positions_T, self._cache.step(batch))  # type: ignore[no-any-return]  # nn.Module.__call__ is untyped
 
     @torch.inference_mode()
     def sample(self, batch: Batch, hidden_TD: Tensor, *, base_seed: int) -> tuple[int, ...]:

@@ -4,17 +4,21 @@ All that decides anything reaches the ranks in ``Step`` messages from the leader
 rank has no clock and no source of requests of its own, so batches are equal everywhere by construction. Results leave from the
 leader only. With several stages as many batches are under way: the leader asks for a result only when nothing more can start.
 While there is nothing to do the leader sleeps on its link and the others sleep in the receive of the next step; an empty step
-well within the control deadline tells them that the leader lives.
+well within the control deadline tells them that the leader lives. Replicas know nothing of each other, except where experts span
+them: there the leaders agree on every turn (``lockstep``), before it reaches the other ranks.
 """
 
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import final
 
+import msgspec
+
 from parallel_runtime.comm import Channel, GroupCoordinator
 from parallel_runtime.context import ParallelContext
 from parallel_runtime.errors import ArgumentError
 from parallel_runtime.serving.leader import LeaderDesk
+from parallel_runtime.serving.lockstep import Lockstep
 from parallel_runtime.serving.messages import FinishReason, Ready, Step, StepOutput
 from parallel_runtime.serving.policy import Batch, SchedulingPolicy
 from parallel_runtime.serving.worker import TpModelWorker
@@ -32,7 +36,7 @@ class Scheduler:
         ctx: Open context of this rank. Borrowed.
         worker: This rank's worker.
         link: To the front process; on the leader of the replica, and there alone.
-        observer: Called with every batch before it runs; for tests and traces.
+        observer: Called with every batch before it runs, also with one without tokens; for tests and traces.
 
     Attributes:
         policy: The requests of the replica; equal on all of its ranks after every step.
@@ -57,28 +61,44 @@ class Scheduler:
         self._worker = worker
         self._observer = observer
         self._desk = None if link is None else LeaderDesk(link, self.policy, vocab_size=worker.vocab_size)
+        self._lockstep = Lockstep(ctx.dp) if link is not None and worker.is_in_lockstep else None
         self._control_s = ctx.config.deadlines.control_s
         self._dp_rank = ctx.coordinate.dp
         self._is_starved = False
         self._steps = _open_steps(worker.replica)
 
     def run(self) -> None:
-        """Serve until the front process says so, or is gone.
+        """Serve until the front process says so, or is gone; in lock-step, until all leaders have heard so.
 
         Raises:
-            PeerError: A rank of the replica failed or left.
+            PeerError: A rank of the replica, or in lock-step of another one, failed or left.
 
-        Collective: one message per step and those of the worker; all ranks of the replica.
+        Collective: one message per step and those of the worker; all ranks of the replica, and in lock-step all leaders.
         """
         self._say_ready()
-        while not (step := self._next_step()).shutdown:
-            self._take(step)
-            self._compute()
-        self._take(step)
+        while not self._turn():
+            pass
         if self._desk is not None:
             for _ in range(self.policy.num_under_way):
                 self._worker.finish()
         self._worker.replica.barrier()  # nobody leaves while a peer still takes what it sent
+
+    def _turn(self) -> bool:
+        """One step; whether it was the last."""
+        step = self._steps[0].recv(timeout_s=self._control_s) if self._desk is None else self._collect(self._desk)
+        if self._lockstep is None:
+            self._tell(step)
+            self._take(step)
+            batch = Batch() if step.shutdown else self.policy.schedule()
+        else:
+            self._take(step)
+            batch = self.policy.schedule()
+            step = self._agree(step, batch, self._lockstep)
+            self._tell(step)
+        if batch.chunks or step.together:
+            self._compute(batch)
+        self._is_starved = not batch.chunks
+        return step.shutdown
 
     def _say_ready(self) -> None:
         ranks = self._worker.replica.all_gather_object(self._worker.describe())
@@ -94,14 +114,23 @@ class Scheduler:
             )
             self._desk.send(ready)
 
-    def _next_step(self) -> Step:
-        if self._desk is None:
-            return self._steps[0].recv(timeout_s=self._control_s)
-        wait_s = self._control_s / _HEARTBEATS_PER_DEADLINE if self.policy.is_idle else 0.0
-        step = self._desk.collect(self._worker.finish() if self._must_finish() else None, wait_s=wait_s)
-        for line in self._steps:
-            line.send(step)
-        return step
+    def _collect(self, desk: LeaderDesk) -> Step:
+        can_sleep = self.policy.is_idle if self._lockstep is None else self._lockstep.is_asleep
+        wait_s = self._control_s / _HEARTBEATS_PER_DEADLINE if can_sleep else 0.0
+        return desk.collect(self._worker.finish() if self._must_finish() else None, wait_s=wait_s)
+
+    def _agree(self, step: Step, batch: Batch, lockstep: Lockstep) -> Step:
+        """The step as all leaders want it: computed by every replica if by any, and the last one when all may leave."""
+        desk = self._desk
+        assert desk is not None
+        is_busy = not self.policy.is_idle
+        turn = lockstep.agree(starts=bool(batch.chunks), is_busy=is_busy, num_told=desk.num_told, leaves=desk.is_over)
+        return msgspec.structs.replace(step, together=turn.together, shutdown=turn.is_over)
+
+    def _tell(self, step: Step) -> None:
+        if self._desk is not None:
+            for line in self._steps:
+                line.send(step)
 
     def _must_finish(self) -> bool:
         """Whether nothing more can start before the oldest batch under way is complete."""
@@ -120,11 +149,7 @@ class Scheduler:
             for output in outputs:
                 self._desk.send(output)
 
-    def _compute(self) -> None:
-        batch = self.policy.schedule()
-        self._is_starved = not batch.chunks
-        if not batch.chunks:
-            return
+    def _compute(self, batch: Batch) -> None:
         if self._observer is not None:
             self._observer(batch)
         self._worker.start(batch)

@@ -13,12 +13,15 @@ import torch
 from torch import Tensor
 
 from parallel_runtime.comm import Channel, GroupCoordinator, SendHandle
+from parallel_runtime.config import ModelShape
 from parallel_runtime.config.parallel_config import ParallelConfig
 from parallel_runtime.context import ParallelContext
 from parallel_runtime.errors import ArgumentError, ConfigError
+from parallel_runtime.layers import ExpertGroups
 from parallel_runtime.models.causal_lm import load_model
 from parallel_runtime.models.resolve import open_checkpoint
 from parallel_runtime.serving.blocks import blocks_for
+from parallel_runtime.serving.lockstep import needs_lockstep
 from parallel_runtime.serving.memory import available_bytes
 from parallel_runtime.serving.policy import Batch, PolicyLimits
 from parallel_runtime.serving.runner import ModelRunner
@@ -31,18 +34,21 @@ __all__ = ["TpModelWorker", "check_servable"]
 _CACHE_SHARE = 0.3
 
 
-def check_servable(parallel: ParallelConfig) -> None:
+def check_servable(parallel: ParallelConfig, shape: ModelShape) -> None:
     """Refuse a layout that serving has no use for.
 
     Args:
         parallel: Sizes of the world.
+        shape: Of the model.
 
     Raises:
         ConfigError: It splits single sequences over ranks, or experts where a dense model has none.
     """
-    for axis in ("cp", "dcp", "ep"):
+    for axis in ("cp", "dcp"):
         if (size := getattr(parallel, axis)) > 1:
-            raise ConfigError(f"{axis}={size}: dense models are served with tp, pp and dp only; use {axis}=1")
+            raise ConfigError(f"{axis}={size}: models are served with tp, pp, dp and, where they have experts, ep; use {axis}=1")
+    if parallel.ep > 1 and not shape.num_experts:
+        raise ConfigError(f"ep={parallel.ep}: this model has no experts to spread; use ep=1")
 
 
 @final
@@ -56,6 +62,7 @@ class TpModelWorker:
 
     Attributes:
         replica: Group of the ranks of this replica. Groups of different replicas never wait for each other.
+        is_in_lockstep: Whether experts span replicas, so that every batch is computed by all replicas or by none.
         limits: What the replica may do at once, its KV cache included; equal on all of its ranks.
         vocab_size: Token ids below this exist.
         runner: This rank's shard.
@@ -70,14 +77,16 @@ class TpModelWorker:
 
     def __init__(self, ctx: ParallelContext, *, model: str | Path, config: ServingConfig | None = None) -> None:
         config = config or ServingConfig()
-        check_servable(ctx.config)
         self._ctx = ctx
         self.replica: GroupCoordinator = ctx.open_group("tp", "cp", "pp")
         with open_checkpoint(model) as checkpoint:
+            check_servable(ctx.config, checkpoint.config.shape)
+            self.is_in_lockstep = needs_lockstep(ctx.config, checkpoint.config.shape)
             stages = split_layers(checkpoint.config.num_layers, num_stages=ctx.pp.world_size, sizes=config.stage_layers)
             loaded = load_model(
                 checkpoint,
                 tp=ctx.tp,
+                experts=ExpertGroups(tp=ctx.tp, ep=ctx.ep, etp=ctx.etp),
                 layers=stages[ctx.pp.rank_in_group],
                 dtype=torch.float32 if config.dtype == "float32" else torch.bfloat16,
                 device=ctx.device,
@@ -116,7 +125,8 @@ class TpModelWorker:
         """Do this rank's part of one batch. Earlier stages are done before later ones, and may start the next batch meanwhile.
 
         Args:
-            batch: At least one chunk; equal on every rank of the replica.
+            batch: Equal on every rank of the replica. One without chunks only takes part in the exchange of experts: it has no
+                result, and nothing to finish.
 
         Raises:
             PeerError: A rank of the replica failed or left.
@@ -125,7 +135,7 @@ class TpModelWorker:
         """
         pp = self._ctx.pp
         hidden_TD, _ = self._run_stage(batch)
-        if not pp.is_last_rank:
+        if not pp.is_last_rank or not batch.chunks:
             return
         tokens = self.runner.sample(batch, hidden_TD, base_seed=self.seed)
         if self._tokens is not None and not self.is_leader:

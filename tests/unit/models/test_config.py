@@ -77,7 +77,10 @@ def test_the_frequencies_of_llama3_equal_those_of_transformers(place: Mapping[st
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "gemma"}, r"model_type is 'gemma' \(known: llama, mistral, qwen3, qwen2_moe, qwen3_moe\), which is not implemented"),
+        (
+            {"model_type": "gemma"},
+            r"model_type is 'gemma' \(known: llama, mistral, qwen3, qwen2_moe, qwen3_moe\), which is not implemented",
+        ),
         ({"sliding_window": 4096}, "sliding_window is 4096"),
         ({"quantization_config": {"quant_method": "gptq"}}, r"quantization_config is set \(method 'gptq'\)"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),

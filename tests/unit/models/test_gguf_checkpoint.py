@@ -105,7 +105,9 @@ def test_what_is_not_implemented_or_broken_is_refused(changes: Mapping[str, obje
 
 
 def test_another_architecture_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"general\.architecture is 'qwen2', which is not implemented \(known: llama, qwen3\)"):
+    with pytest.raises(
+        CheckpointError, match=r"general\.architecture is 'qwen2', which is not implemented \(known: llama, qwen3\)"
+    ):
         GgufCheckpoint(write_metadata(tmp_path / "m.gguf", {}, architecture="qwen2"))
 
 

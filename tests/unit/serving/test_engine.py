@@ -56,8 +56,8 @@ def test_impossible_settings_start_nothing(model: Path) -> None:
     for parallel, serving, text in (
         (ParallelConfig(tp=5), ServingConfig(), "tp=5 is more than the 4 query heads"),
         (ParallelConfig(pp=2), ServingConfig(stage_layers=(1, 1)), "stage sizes"),
-        (ParallelConfig(cp=2), ServingConfig(), "cp=2: dense models are served with tp, pp and dp only"),
-        (ParallelConfig(tp=2, ep=2), ServingConfig(), "ep=2"),
+        (ParallelConfig(cp=2), ServingConfig(), "cp=2: models are served with tp, pp, dp and"),
+        (ParallelConfig(tp=2, ep=2), ServingConfig(), "ep=2: this model has no experts"),
     ):
         with pytest.raises(ConfigError, match=text):
             Engine(model, parallel=parallel, serving=serving, executor="threads").__enter__()

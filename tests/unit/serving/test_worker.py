@@ -22,6 +22,7 @@ from parallel_runtime.serving import (
 )
 from parallel_runtime.serving.memory import available_bytes
 from parallel_runtime.serving.worker import check_servable
+from parallel_runtime.testing.checkpoints import tiny_llama_config, tiny_moe_config
 from tests.spmd.tiny_models import write_tiny_model
 from tests.unit.layers.ranks import alone
 
@@ -98,11 +99,13 @@ def test_axes_without_use_are_refused() -> None:
     for parallel, text in (
         (ParallelConfig(cp=2), "cp=2"),
         (ParallelConfig(tp=2, dcp=2), "dcp=2"),
-        (ParallelConfig(tp=2, ep=2), "ep=2"),
     ):
-        with pytest.raises(ConfigError, match=f"{text}: dense models are served with tp, pp and dp only"):
-            check_servable(parallel)
-    check_servable(ParallelConfig(tp=2, pp=3, dp=4))
+        with pytest.raises(ConfigError, match=f"{text}: models are served with tp, pp, dp and, where they have experts, ep"):
+            check_servable(parallel, tiny_moe_config().shape)
+    with pytest.raises(ConfigError, match="ep=2: this model has no experts to spread"):
+        check_servable(ParallelConfig(tp=2, ep=2), tiny_llama_config().shape)
+    check_servable(ParallelConfig(tp=2, pp=3, dp=4), tiny_llama_config().shape)
+    check_servable(ParallelConfig(tp=2, pp=3, dp=4, ep=8), tiny_moe_config().shape)
 
 
 def test_the_leader_alone_has_a_link(model: Path) -> None:
