@@ -44,7 +44,7 @@ class Diagnostician(ABC):
         """Why an operation under way need not wait on; asked a few times per second by a thread that waits.
 
         Args:
-            ranks: World ranks of the group, in group order.
+            ranks: World ranks of the group, in group order; none asks only for what concerns every group.
             key: Of the communicator, equal on all members.
             step: Number of the collective among those of the communicator, from 1.
 

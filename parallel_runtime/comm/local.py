@@ -19,6 +19,10 @@ from parallel_runtime.errors import ArgumentError, CollectiveMismatchError, Peer
 
 __all__ = ["LocalCommunicator", "LocalHub"]
 
+_SLICE_S: Final = 0.25
+"""How long a rank waits between two looks at what has happened outside its groups."""
+_SUSPICIOUS_S: Final = 1.5
+"""A wait that takes so long tells that this process did not run."""
 _SETTLE_S: Final = 0.05
 """How long every rank has to be seen waiting before it is called a deadlock: a thread that has not spoken yet may help."""
 
@@ -58,6 +62,7 @@ class _Wait:
     group: _Group
     ready: Callable[[], bool]
     absent: Callable[[], list[int]]
+    alarm: Callable[[], PeerError | None]
     thread: int = field(default_factory=threading.get_ident)
     verdict: str = ""
 
@@ -110,6 +115,7 @@ class LocalHub:
             PeerLostError: Someone it waits for has left.
             PeerTimeoutError: The deadline passed.
             CollectiveMismatchError: Every rank waits, so that none can go on.
+            PeerError: As the diagnostician says.
         """
         if wait.ready():
             return
@@ -129,7 +135,12 @@ class LocalHub:
                 left_s = until - monotonic()
                 if left_s <= 0:
                     raise PeerTimeoutError(f"waited {timeout_s:.3g} s for rank {_names(wait.absent())}; {self._table()}")
-                self._changed.wait(min(left_s, _SETTLE_S) if stuck else left_s)
+                if error := wait.alarm():
+                    raise error
+                asleep_at = monotonic()
+                self._changed.wait(min(left_s, _SETTLE_S if stuck else _SLICE_S))
+                if (still_s := monotonic() - asleep_at) > _SUSPICIOUS_S:
+                    until += still_s  # stopped itself, so nobody else is late
         finally:
             self._waits.remove(wait)
 
@@ -287,6 +298,10 @@ class LocalCommunicator(Communicator):
                 self._hub._groups.pop(self._key, None)
             self._hub._moved()
 
+    def _alarm(self) -> PeerError | None:
+        diagnostician = self.traffic.diagnostician
+        return None if diagnostician is None else diagnostician.interruption((), "", 0)
+
     def _ticket(self, src: int, dst: int, tag: int) -> int:
         ticket = self._tickets.get((src, dst, tag), 0)
         self._tickets[src, dst, tag] = ticket + 1
@@ -315,6 +330,7 @@ class LocalCommunicator(Communicator):
                 group,
                 lambda: slot.error is not None or len(slot.entries) == self.world_size,
                 lambda: [rank for member, rank in enumerate(group.ranks) if member not in slot.entries],
+                self._alarm,
             )
             try:
                 hub._wait(wait, timeout_s)
@@ -335,7 +351,7 @@ class LocalCommunicator(Communicator):
         src, _, tag, _ = letter
         with hub._changed:
             what = f"recv (wire tag {tag} of {self._key})"
-            wait = _Wait(self._rank, what, group, lambda: letter in group.mail, lambda: [group.ranks[src]])
+            wait = _Wait(self._rank, what, group, lambda: letter in group.mail, lambda: [group.ranks[src]], self._alarm)
             hub._wait(wait, timeout_s)
             message = group.mail.pop(letter)
         self._fill(tensor, message, "recv")

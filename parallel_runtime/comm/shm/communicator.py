@@ -74,6 +74,7 @@ class ShmCommunicator(Communicator):
         shares_process = segment.pids.count(os.getpid()) > 1
         is_crowded = shares_process or segment.num_cores < self.world_size
         waiter = Waiter(bells, liveness, spins=_SPINS_CROWDED if is_crowded else _SPINS, shares_process=shares_process)
+        waiter.traffic = self.traffic
         self._steps = steps = Steps(memory, geometry, rank_in_group, waiter, bells)
         mailbox = Mailbox(memory, geometry, rank_in_group, waiter, bells)
         mailbox.on_break = self._break

@@ -22,7 +22,8 @@ from types import MappingProxyType
 from typing import Final, final
 
 from parallel_runtime.comm.shm.geometry import Geometry
-from parallel_runtime.errors import PeerLostError, PeerTimeoutError
+from parallel_runtime.comm.traffic import Traffic
+from parallel_runtime.errors import PeerError, PeerLostError, PeerTimeoutError
 
 __all__ = ["Bells", "Liveness", "Waiter", "full_fence", "needs_fence"]
 
@@ -34,6 +35,8 @@ _MEMBARRIER_REGISTER_GLOBAL_EXPEDITED: Final = 4
 _YIELD_S: Final = 0.001
 _FENCED_SLEEP_S: Final = 0.02
 _UNFENCED_SLEEP_S: Final = 0.001
+_SUSPICIOUS_S: Final = 1.0
+"""A short sleep that takes so long tells that this process did not run."""
 _IN_USE: Final = 0
 _LEFT: Final = 1
 _GAVE_UP: Final = 2
@@ -185,6 +188,7 @@ class Waiter:
     Attributes:
         deadline: When the operation under way gives up; ``None`` until it has to wait for the first time.
         chores: What else to move on while waiting; says whether anything moved.
+        traffic: Of the communicator, whose diagnostician may end a wait.
     """
 
     def __init__(self, bells: Bells, liveness: Liveness, *, spins: int, shares_process: bool) -> None:
@@ -194,6 +198,7 @@ class Waiter:
         self._yield: Callable[[], None] = _release_interpreter if shares_process else os.sched_yield
         self.deadline: float | None = None
         self.chores: Callable[[], bool] | None = None
+        self.traffic: Traffic | None = None
 
     def until(self, ready: Callable[[], bool], timeout_s: float, missing: Callable[[], list[int]]) -> None:
         """Return as soon as ``ready`` says so.
@@ -206,6 +211,7 @@ class Waiter:
         Raises:
             PeerTimeoutError: The deadline passed.
             PeerLostError: One of ``missing`` is gone.
+            PeerError: As the diagnostician says.
         """
         for _ in range(self._spins):
             if ready():
@@ -225,7 +231,10 @@ class Waiter:
             return ready() or (self.chores is not None and self.chores())
 
         while not ready():
-            self._bells.sleep(stirred, max(self.deadline - monotonic(), 0.0))
+            asleep_at = monotonic()
+            self._bells.sleep(stirred, max(self.deadline - asleep_at, 0.0))
+            if (still_s := monotonic() - asleep_at) > _SUSPICIOUS_S:
+                self.deadline += still_s  # stopped itself, so nobody else is late
             self._judge(ready, timeout_s, missing)
 
     def _judge(self, ready: Callable[[], bool], timeout_s: float, missing: Callable[[], list[int]]) -> None:
@@ -234,10 +243,16 @@ class Waiter:
         gone = [why for peer in peers if (why := self._liveness.why_gone(peer))]
         if ready():  # the last thing a peer did before it went
             return
+        error: PeerError | None = None
         if gone:
-            raise PeerLostError(f"waited for {_members(peers)}: {', '.join(gone)}")
-        if self.deadline is not None and monotonic() >= self.deadline:
-            raise PeerTimeoutError(f"{_members(peers)} did not take part within {timeout_s:g} s")
+            error = PeerLostError(f"waited for {_members(peers)}: {', '.join(gone)}")
+        elif self.deadline is not None and monotonic() >= self.deadline:
+            error = PeerTimeoutError(f"{_members(peers)} did not take part within {timeout_s:g} s")
+        elif self.traffic is not None and self.traffic.diagnostician is not None:
+            error = self.traffic.diagnostician.interruption((), "", 0)
+        if error is not None:
+            error.members = tuple(peers)
+            raise error
 
 
 def _members(peers: list[int]) -> str:
