@@ -1,0 +1,181 @@
+"""How a monitor answers: one listening socket, one thread, a secret in the store, JSON, and nothing that blocks for long."""
+
+import hmac
+import json
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Final, final
+
+import msgspec
+
+from parallel_runtime.context.liveness import has_ended
+from parallel_runtime.context.reports import Report
+
+__all__ = ["Address", "Answering", "ask", "ask_all", "machine"]
+
+_SERVE_S: Final = 1.0
+_TOKEN_BYTES: Final = 16
+_MAX_ASKED: Final = 64
+"""How many ranks are asked at once; a story about more would help nobody."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Address:
+    """Where a rank's monitor answers.
+
+    Attributes:
+        host: Name of the rank's host, for people.
+        machine: Equal for processes that see the same process ids.
+        pid: Of the rank.
+        address: To connect to.
+        port: To connect to.
+        token: To be sent first.
+    """
+
+    host: str
+    machine: str
+    pid: int
+    address: str
+    port: int
+    token: str
+
+    def to_json(self) -> str:
+        """As text for the store."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: bytes) -> "Address":
+        """Read it back.
+
+        Args:
+            text: From ``to_json``.
+
+        Returns:
+            An equal address.
+        """
+        return cls(**json.loads(text))
+
+    @property
+    def is_ended(self) -> bool:
+        """Whether the process is known to have ended; ``False`` where it runs on another machine."""
+        return self.machine == machine() and has_ended(self.pid)
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether the process is stopped by a signal or a debugger; ``False`` where it runs on another machine."""
+        if self.machine != machine():
+            return False
+        with suppress(OSError):
+            return Path(f"/proc/{self.pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0] in "Tt"
+        return False
+
+
+def machine() -> str:
+    """Names the kernel and the table of processes that this process lives in."""
+    with suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
+    return os.uname().nodename
+
+
+@final
+class Answering:
+    """Answers whoever knows the token, until it is closed.
+
+    Args:
+        address: Of this host, on which to listen.
+        host: Name of this host.
+        answer: Makes the text to send; called in the answering thread.
+    """
+
+    def __init__(self, address: str, host: str, answer: Callable[[], bytes]) -> None:
+        self._answer = answer
+        self._listener = socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
+        token = secrets.token_hex(_TOKEN_BYTES)
+        port = int(self._listener.getsockname()[1])
+        self.address = Address(host=host, machine=machine(), pid=os.getpid(), address=address, port=port, token=token)
+        self._thread = threading.Thread(target=self._serve, name="parallel-runtime-monitor", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop answering. Twice is nothing."""
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
+        self._thread.join(2 * _SERVE_S)
+        self._listener.close()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return
+            with connection, suppress(OSError):
+                connection.settimeout(_SERVE_S)
+                asked = connection.recv(2 * _TOKEN_BYTES, socket.MSG_WAITALL)
+                if hmac.compare_digest(asked, self.address.token.encode()):
+                    connection.sendall(self._answer())
+
+
+def ask(address: Address, timeout_s: float) -> Report:
+    """Ask one monitor.
+
+    Args:
+        address: Where it answers.
+        timeout_s: Longest wait in seconds.
+
+    Returns:
+        What the rank says of itself.
+
+    Raises:
+        OSError: It does not answer, or in time.
+    """
+    until = time.monotonic() + timeout_s
+    with socket.create_connection((address.address, address.port), timeout=timeout_s) as connection:
+        connection.sendall(address.token.encode())
+        parts = []
+        while True:
+            connection.settimeout(max(until - time.monotonic(), 0.001))
+            if not (part := connection.recv(1 << 16)):
+                break
+            parts.append(part)
+    try:
+        return msgspec.json.decode(b"".join(parts), type=Report)
+    except msgspec.MsgspecError as error:
+        raise OSError(f"no report came back: {error}") from error
+
+
+def ask_all(addresses: Mapping[int, Address], timeout_s: float) -> dict[int, Report]:
+    """Ask several monitors at once.
+
+    Args:
+        addresses: By rank.
+        timeout_s: Longest wait for all of them together, in seconds.
+
+    Returns:
+        Reports of those that answered.
+    """
+    reports: dict[int, Report] = {}
+
+    def ask_one(rank: int, address: Address) -> None:
+        with suppress(OSError):
+            reports[rank] = ask(address, timeout_s)
+
+    threads = [
+        threading.Thread(target=ask_one, args=item, name="parallel-runtime-ask", daemon=True)
+        for item in list(addresses.items())[:_MAX_ASKED]
+    ]
+    until = time.monotonic() + timeout_s
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(max(0.0, until - time.monotonic()))
+    return dict(reports)

@@ -1,0 +1,243 @@
+"""The monitor of one rank of a context: answers for it, and finds out about the others. It never uses a group."""
+
+import json
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Final, final
+
+import msgspec
+
+from parallel_runtime.comm.communicator import Communicator
+from parallel_runtime.comm.diagnosis import Diagnostician, Failure
+from parallel_runtime.comm.local import LocalHub
+from parallel_runtime.comm.traffic import Traffic
+from parallel_runtime.context.control import Address, Answering, ask_all
+from parallel_runtime.context.rendezvous import Meeting
+from parallel_runtime.context.reports import Report, make_report
+from parallel_runtime.context.story import Departure, Evidence, tell
+from parallel_runtime.errors import PeerError, PeerLostError, PeerTimeoutError
+
+__all__ = ["Monitor"]
+
+_ASK_S: Final = 2.0
+"""How long the other ranks may take to answer for themselves."""
+_LAST_WORD_S: Final = 1.0
+"""How long a rank whose connection broke may take to say why it leaves, or to be seen dead."""
+_PAUSE_S: Final = 0.02
+_KEPT_FAILURES: Final = 8
+_NORMAL: Final = "closed"
+
+
+@final
+class Monitor(Diagnostician):
+    """Answers for this rank from a thread of its own, and explains what other ranks did.
+
+    Args:
+        meeting: Where the ranks of the context met.
+        host: Name of this rank's host.
+        address: Of this host, on which to answer.
+        hub: Connects ranks that are threads: they are asked directly, without a socket and a thread.
+    """
+
+    def __init__(self, meeting: Meeting, *, host: str, address: str, hub: LocalHub | None) -> None:
+        self._meeting = meeting
+        self._host = host
+        self._hub = hub
+        self._thread = threading.get_ident()
+        self._traffics: dict[tuple[int, ...], Traffic] = {}
+        self._communicators: dict[str, Communicator] = {}
+        self._addresses: dict[int, Address] = {}
+        self._failures: deque[str] = deque(maxlen=_KEPT_FAILURES)
+        self.alarm: Callable[[], PeerError | None] | None = None
+        self._answering: Answering | None = None
+        if hub is not None:
+            hub.monitors[meeting.uid, meeting.rank] = self
+        else:
+            self._answering = Answering(address, host, lambda: msgspec.json.encode(self.report()))
+            meeting.room.set(f"monitor/{meeting.rank}", self._answering.address.to_json())
+
+    def watch(self, ranks: tuple[int, ...], data: Communicator, control: Communicator) -> None:
+        """Take a connection into the reports, and explain its errors from now on.
+
+        Args:
+            ranks: World ranks of its members, in group order.
+            data: Moves its tensors.
+            control: Moves its messages.
+        """
+        self._traffics[ranks] = data.traffic
+        for communicator in (data, control):
+            communicator.traffic.diagnostician = self
+            self._communicators[communicator.key] = communicator
+
+    def last_words(self) -> None:
+        """Note how far this rank came, before it says that it leaves: a peer must not miss it where it did its part."""
+        room, rank = self._meeting.room, self._meeting.rank
+        steps = {key: communicator.traffic.steps for key, communicator in self._communicators.items() if key}
+        with suppress(RuntimeError):
+            room.set(f"steps/{rank}", json.dumps(steps))
+            if self._failures:
+                room.set(f"report/{rank}", msgspec.json.encode(self.report()).decode())
+            room.set("departed", "somebody")
+
+    def close(self) -> None:
+        """Stop answering. Twice is nothing."""
+        for communicator in self._communicators.values():
+            communicator.traffic.diagnostician = None
+        self._communicators, self._traffics = {}, {}
+        if self._answering is not None:
+            self._answering.close()
+        if self._hub is not None:
+            self._hub.monitors.pop((self._meeting.uid, self._meeting.rank), None)
+
+    def report(self) -> Report:
+        """What this rank says of itself; from any thread, also while its own is blocked."""
+        return make_report(
+            rank=self._meeting.rank,
+            host=self._host,
+            thread=self._thread,
+            connections=dict(self._traffics),
+            failures=tuple(self._failures),
+        )
+
+    def reports(self, ranks: Sequence[int], timeout_s: float = _ASK_S) -> dict[int, Report]:
+        """Ask other ranks of the context.
+
+        Args:
+            ranks: Whom.
+            timeout_s: Longest wait for all of them together, in seconds.
+
+        Returns:
+            What those that answered say of themselves.
+        """
+        if self._hub is not None:
+            monitors = ((rank, self._hub.monitors.get((self._meeting.uid, rank))) for rank in ranks)
+            return {rank: monitor.report() for rank, monitor in monitors if isinstance(monitor, Monitor)}
+        with suppress(RuntimeError):
+            self._look_up(ranks)
+        return ask_all({rank: self._addresses[rank] for rank in ranks if rank in self._addresses}, timeout_s)
+
+    def is_gone(self, ranks: Sequence[int]) -> bool:
+        """Whether one of these ranks has left the context or ended.
+
+        Args:
+            ranks: World ranks.
+
+        Returns:
+            ``False`` where nobody knows.
+        """
+        with suppress(RuntimeError):
+            return bool(self._departures(ranks))
+        return False
+
+    def interruption(self, ranks: Sequence[int], key: str, step: int) -> PeerError | None:
+        if self.alarm is not None and (error := self.alarm()):
+            return error
+        if not ranks:
+            return None
+        others = [rank for rank in ranks if rank != self._meeting.rank]
+        with suppress(RuntimeError):
+            gone = self._departures(others)
+            missed = [rank for rank in gone if self._steps_of(rank).get(key, 0) < step]
+            if missed:
+                error = PeerLostError(f"waited for rank {missed[0]}, which {gone[missed[0]].text}")
+                error.members = tuple(list(ranks).index(rank) for rank in missed)
+                return error
+        return None
+
+    def explain(self, failure: Failure) -> PeerError:
+        head = f"{failure.group} seq {failure.sequence} {failure.what}"
+        if self.alarm is not None and (error := self.alarm()):
+            error.args = (f"{head}: {error}",)
+            return error
+        if not (isinstance(failure.error, PeerTimeoutError | PeerLostError) or type(failure.error) is PeerError):
+            group = f"[members of {failure.group}: ranks {failure.ranks}]"
+            return type(failure.error)(f"{head}: {failure.error} {group}")
+        members = failure.error.members or range(len(failure.ranks))
+        suspects = [rank for rank in (failure.ranks[member] for member in members) if rank != failure.rank]
+        error = tell(failure, suspects, self._evidence(suspects, has_broken=not isinstance(failure.error, PeerTimeoutError)))
+        self._failures.append(str(error).partition("\n")[0])
+        return error
+
+    def _evidence(self, ranks: Sequence[int], *, has_broken: bool) -> Evidence:
+        notes: list[str] = []
+        departures: dict[int, Departure] = {}
+        reports: dict[int, Report] = {}
+        try:
+            departures = self._departures(ranks)
+            reports = self.reports([rank for rank in ranks if rank not in departures and not self._is_stopped(rank)])
+            until = time.monotonic() + _LAST_WORD_S
+            departures = self._departures(ranks)
+            while has_broken and not departures and len(reports) < len(ranks) and time.monotonic() < until:
+                time.sleep(_PAUSE_S)
+                departures = self._departures(ranks)
+            reports |= self._left_reports(departures)
+        except RuntimeError:
+            server = self._meeting.ranks[0]
+            notes.append(f"the store in which the ranks met is gone; unless the launcher served it, rank {server} has ended")
+            if has_broken and server in ranks and server not in reports:
+                departures[server] = Departure(text="has ended, and the store it served is gone")
+        silent = {rank: self._silence(rank) for rank in ranks if rank not in reports and rank not in departures}
+        return Evidence(departures=departures, reports=reports, silent=silent, notes=notes)
+
+    def _departures(self, ranks: Sequence[int]) -> dict[int, Departure]:
+        """Of those of the ranks that are gone.
+
+        Raises:
+            RuntimeError: The store is gone.
+        """
+        room = self._meeting.room
+        has_news = room.check(["departed"])
+        self._look_up(ranks)
+        found = {}
+        for rank in ranks:
+            if has_news and room.check([f"left/{rank}"]):
+                found[rank] = _departure(room.get(f"left/{rank}").decode())
+            elif rank in self._addresses and self._addresses[rank].is_ended:
+                where = self._addresses[rank]
+                found[rank] = Departure(text=f"(pid {where.pid} on {where.host}) has ended without a word: killed, or crashed")
+        return found
+
+    def _left_reports(self, departures: Mapping[int, Departure]) -> dict[int, Report]:
+        """What ranks that are gone said of themselves, where an operation of theirs had failed."""
+        room = self._meeting.room
+        noted = [rank for rank in departures if room.check([f"report/{rank}"])]
+        return {rank: msgspec.json.decode(room.get(f"report/{rank}"), type=Report) for rank in noted}
+
+    def _steps_of(self, rank: int) -> Mapping[str, int]:
+        room = self._meeting.room
+        if not room.check([f"steps/{rank}"]):
+            return {}
+        steps: dict[str, int] = json.loads(room.get(f"steps/{rank}"))
+        return steps
+
+    def _look_up(self, ranks: Sequence[int]) -> None:
+        if self._hub is not None:
+            return
+        for rank in ranks:
+            if rank not in self._addresses and self._meeting.room.check([f"monitor/{rank}"]):
+                self._addresses[rank] = Address.from_json(self._meeting.room.get(f"monitor/{rank}"))
+
+    def _is_stopped(self, rank: int) -> bool:
+        return rank in self._addresses and self._addresses[rank].is_stopped
+
+    def _silence(self, rank: int) -> str:
+        where = self._addresses.get(rank)
+        if where is None:
+            return "is alive or gone; it cannot be asked"
+        state = "is stopped (SIGSTOP, or a debugger)" if self._is_stopped(rank) else f"did not answer within {_ASK_S:g} s"
+        return f"(pid {where.pid} on {where.host}) {state}"
+
+
+def _departure(reason: str) -> Departure:
+    if reason == _NORMAL:
+        return Departure(text="has left the context normally")
+    name = reason.partition(":")[0]
+    follows = name in {kind.__name__ for kind in _kinds(PeerError)}
+    return Departure(text=f"left the context by an exception: {reason}", follows=follows)
+
+
+def _kinds(kind: type[PeerError]) -> list[type[PeerError]]:
+    return [kind, *(each for child in kind.__subclasses__() for each in _kinds(child))]

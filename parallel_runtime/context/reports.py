@@ -1,0 +1,183 @@
+"""What one rank tells about itself: the operations of its groups, and where in the program its thread is."""
+
+import os
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from time import perf_counter
+from types import FrameType
+from typing import Final, final
+
+import msgspec
+import torch
+
+from parallel_runtime.comm.core import GroupCore
+from parallel_runtime.comm.recorder import Record, describe
+from parallel_runtime.comm.traffic import Traffic
+
+__all__ = ["Connected", "Done", "Report", "make_report", "stack_of"]
+
+_TAIL: Final = 8
+_DEEPEST: Final = 6
+_OWN: Final = str(Path(__file__).parents[1])
+_PLUMBING: Final = tuple(
+    [os.path.join(_OWN, room) for room in ("comm", "context", "launch")]
+    + [str(Path(module).parent) for module in (threading.__file__, torch.__file__)]
+)
+_RUN: Final = GroupCore.run.__code__
+
+
+@final
+class Done(msgspec.Struct, frozen=True):
+    """One operation of a group.
+
+    Attributes:
+        group: Name of the group.
+        sequence: Its number among the operations of the communicator.
+        operation: Its name.
+        what: With the tensor, like ``"all_reduce(float32[8, 576])"``.
+        seconds: How long it took, or has been under way.
+        is_over: Whether it has ended.
+    """
+
+    group: str
+    sequence: int
+    operation: str
+    what: str
+    seconds: float
+    is_over: bool
+
+    def __str__(self) -> str:
+        took = f"{self.seconds * 1e3:.1f} ms" if self.seconds < 1 else f"{self.seconds:.1f} s"
+        return f"{self.group} seq {self.sequence} {self.what} {'took' if self.is_over else 'since'} {took}"
+
+
+@final
+class Connected(msgspec.Struct, frozen=True):
+    """What ran over one communicator.
+
+    Attributes:
+        ranks: World ranks of its members, in group order.
+        tail: The last operations, oldest first; the one under way, if any, at the end.
+    """
+
+    ranks: tuple[int, ...]
+    tail: tuple[Done, ...]
+
+    @property
+    def current(self) -> Done | None:
+        """The operation under way."""
+        return self.tail[-1] if self.tail and not self.tail[-1].is_over else None
+
+
+@final
+class Report(msgspec.Struct, frozen=True):
+    """One rank's account of itself.
+
+    Attributes:
+        rank: Who.
+        pid: Of its process.
+        host: Where.
+        inside: The group operation that its thread is in, of whatever context: ``"pp#0 seq 12 recv()"``; ``""`` for none.
+        stack: Where its thread is, outermost first: ``"serve.py:88 in step"``.
+        connections: What ran over each of its communicators.
+        failures: The last operations that failed because of a peer, in one line each.
+    """
+
+    rank: int
+    pid: int
+    host: str
+    inside: str
+    stack: tuple[str, ...]
+    connections: tuple[Connected, ...]
+    failures: tuple[str, ...]
+
+    def connected(self, ranks: tuple[int, ...]) -> Connected | None:
+        """What ran between these ranks."""
+        return next((connected for connected in self.connections if connected.ranks == ranks), None)
+
+    def recent(self, count: int = 4) -> list[Done]:
+        """The last operations of all its communicators that have ended, oldest first, without doubles."""
+        done = [entry for connected in self.connections for entry in connected.tail if entry.is_over]
+        return done[-count:]
+
+
+def make_report(
+    *, rank: int, host: str, thread: int, connections: Mapping[tuple[int, ...], Traffic], failures: Sequence[str]
+) -> Report:
+    """Describe this rank. Touches no lock and no group, so it works while the rank's thread is blocked.
+
+    Args:
+        rank: This one.
+        host: Name of its host.
+        thread: Which thread runs it, if none is found inside an operation of these communicators.
+        connections: Traffic of its communicators, by members.
+        failures: What it has noticed so far.
+
+    Returns:
+        The report.
+    """
+    frames = sys._current_frames()
+    traffics = set(map(id, connections.values()))
+    runs = {ident: _run_of(frame) for ident, frame in frames.items()}
+    inside = [ident for ident, run in runs.items() if run is not None and id(run.f_locals.get("traffic")) in traffics]
+    chosen = thread if thread in inside or not inside else inside[0]
+    run = runs.get(chosen)
+    return Report(
+        rank=rank,
+        pid=os.getpid(),
+        host=host,
+        inside=_name(run) if run is not None else "",
+        stack=stack_of(frames.get(chosen)),
+        connections=tuple(
+            Connected(ranks=ranks, tail=tuple(map(_done, traffic.recorder.tail(_TAIL)))) for ranks, traffic in connections.items()
+        ),
+        failures=tuple(failures),
+    )
+
+
+def stack_of(frame: FrameType | None) -> tuple[str, ...]:
+    """Where a thread is, in the user's words.
+
+    Args:
+        frame: The innermost one.
+
+    Returns:
+        Outermost first, without the plumbing of this library, of torch and of the standard library, where anything else is left.
+    """
+    places, frames = [], []
+    while frame is not None:
+        frames.append(frame)
+        frame = frame.f_back
+    for each in reversed(frames):
+        if not each.f_code.co_filename.startswith((*_PLUMBING, "<")):
+            places.append(_place(each))
+    return tuple(places[-_DEEPEST:] or [_place(each) for each in reversed(frames[:3])])
+
+
+def _place(frame: FrameType) -> str:
+    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno} in {frame.f_code.co_name}"
+
+
+def _run_of(frame: FrameType | None) -> FrameType | None:
+    """The frame of ``GroupCore.run`` in a thread, if it is inside a group operation."""
+    while frame is not None and frame.f_code is not _RUN:
+        frame = frame.f_back
+    return frame
+
+
+def _name(run: FrameType) -> str:
+    seen = run.f_locals
+    core, tensor = seen.get("self"), seen.get("tensor")
+    if not isinstance(core, GroupCore):
+        return ""
+    shape = () if tensor is None else tuple(tensor.shape)
+    what = describe(str(seen.get("operation")), None if tensor is None else tensor.dtype, shape)
+    return f"{core.name} seq {seen.get('sequence', '?')} {what}"
+
+
+def _done(record: Record) -> Done:
+    seconds = perf_counter() - record.start_s if record.seconds is None else record.seconds
+    what = describe(record.operation, record.dtype, tuple(record.shape))
+    return Done(record.group, record.sequence, record.operation, what, seconds, record.seconds is not None)
