@@ -1,12 +1,36 @@
 """What a rank decides from its config and identity alone, before it meets anybody."""
 
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+
 import torch
 
-from parallel_runtime.config.environment import Identity
+from parallel_runtime.config.environment import Identity, detect
 from parallel_runtime.config.parallel_config import ParallelConfig
-from parallel_runtime.errors import ConfigError
+from parallel_runtime.errors import ConfigError, LauncherEnvironmentError
+from parallel_runtime.terms import Rank
 
-__all__ = ["choose_backend", "choose_device", "fit_config"]
+__all__ = ["choose_backend", "choose_device", "fit_child", "fit_config", "identity_within"]
+
+
+def identity_within(environ: Mapping[str, str], *, rank: int, world_size: int) -> Identity:
+    """Who a rank of somebody else's world is.
+
+    Args:
+        environ: Variables of this process, in which a launcher may have said more.
+        rank: In that world.
+        world_size: Of that world.
+
+    Returns:
+        What the launcher said, if it is about the same rank of a world of the same size; else a rank of a world on one host.
+    """
+    with suppress(LauncherEnvironmentError):
+        detected = detect(environ, needs_master=False)
+        if (detected.rank, detected.world_size) == (rank, world_size):
+            return detected
+    return Identity(
+        rank=Rank(rank), world_size=world_size, local_rank=rank, local_world_size=world_size, num_hosts=1, host_rank=0
+    )
 
 
 def fit_config(config: ParallelConfig, identity: Identity) -> ParallelConfig:
@@ -34,6 +58,34 @@ def fit_config(config: ParallelConfig, identity: Identity) -> ParallelConfig:
             f"only those ranks enter it, and all of them must be below {identity.world_size}"
         )
     return config
+
+
+def fit_child(config: ParallelConfig, ranks: Sequence[int] | None, parent: ParallelConfig, *, world_size: int) -> ParallelConfig:
+    """Fit the config of a child context to its parent's ranks.
+
+    Args:
+        config: Of the child; may have a size of -1 unless it names ranks itself.
+        ranks: World ranks of the child; ``None`` takes those the config names, or else all of the parent's.
+        parent: Config of the parent.
+        world_size: Of the ranks that were launched.
+
+    Returns:
+        The config with every size known, over ranks of the parent only.
+
+    Raises:
+        ConfigError: The sizes do not fit the ranks, or a rank is not one of the parent's.
+    """
+    is_part = config.ranks is not None or config.rank_offset > 0
+    if is_part and ranks is not None:
+        raise ConfigError("the child's ranks are given twice, by ranks= and by its config; leave one of them out")
+    if is_part:
+        chosen = tuple(config.layout.ranks)
+    else:
+        chosen = tuple(parent.layout.ranks if ranks is None else ranks)
+        config = config.resolve(world_size=len(chosen))
+    if outside := [rank for rank in chosen if rank not in parent.layout.ranks]:
+        raise ConfigError(f"a child context lives on ranks of its parent, {list(parent.layout.ranks)}; it cannot have {outside}")
+    return config if is_part or chosen == tuple(range(world_size)) else config.replace(ranks=chosen)
 
 
 def choose_device(config: ParallelConfig, identity: Identity, *, is_thread: bool) -> torch.device:

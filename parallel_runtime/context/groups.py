@@ -1,6 +1,8 @@
 """The groups of one context: opened by their members only, each set of ranks once."""
 
 import hashlib
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import final
 
 import torch
@@ -28,6 +30,9 @@ class GroupTable:
         deadlines: Of every group.
         checked: Whether groups compare operations before they run.
         connect: Opens what a group of two or more moves its data with.
+        name: Of the context, in front of its groups' names; ``""`` for none.
+        shared: Connections of another table that this one uses, too, where ranks are equal.
+        watch: Told of each connection that is opened, with the world ranks of its members.
     """
 
     def __init__(
@@ -41,7 +46,11 @@ class GroupTable:
         deadlines: Deadlines,
         checked: bool,
         connect: Connector,
+        name: str = "",
+        shared: Mapping[tuple[Rank, ...], Connection] = MappingProxyType({}),
+        watch: Callable[[tuple[Rank, ...], Connection], None] = lambda ranks, connection: None,
     ) -> None:
+        self._prefix = f"{name}." if name else ""
         self._layout = layout
         self._rank = rank
         self._uid = uid
@@ -50,7 +59,13 @@ class GroupTable:
         self._timeouts = GroupTimeouts(collective_s=deadlines.collective_s, control_s=deadlines.control_s, p2p_s=deadlines.p2p_s)
         self._checked = checked
         self._connect = connect
-        self._connections: dict[tuple[Rank, ...], Connection] = {}
+        self._connections = dict(shared)
+        self._watch = watch
+
+    @property
+    def connections(self) -> Mapping[tuple[Rank, ...], Connection]:
+        """What is connected so far, by world ranks in group order."""
+        return MappingProxyType(self._connections)
 
     def open(self, *axes: str) -> GroupCoordinator:
         """Open this rank's group along some axes. One that is alone needs no connection; equal sets of ranks share theirs.
@@ -65,7 +80,7 @@ class GroupTable:
         """
         ranks = self._layout.group_of(self._rank, *axes)
         spec = GroupSpec(
-            name=f"{'+'.join(axes)}#{self._layout.group_index(self._rank, *axes)}",
+            name=f"{self._prefix}{'+'.join(axes)}#{self._layout.group_index(self._rank, *axes)}",
             key=f"{self._uid}/{'+'.join(axes)}/{_digest(ranks)}",
             ranks=ranks,
             rank=self._rank,
@@ -78,6 +93,7 @@ class GroupTable:
             return open_coordinator(spec)
         if ranks not in self._connections:
             self._connections[ranks] = self._connect(f"{self._uid}/{_digest(ranks)}", ranks, spec.rank_in_group)
+            self._watch(ranks, self._connections[ranks])
         connection = self._connections[ranks]
         return open_coordinator(spec, connection.data, control=connection.control)
 

@@ -1,7 +1,7 @@
 """ParallelContext: one world, from meeting its ranks to leaving them."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from enum import StrEnum
 from types import MappingProxyType, TracebackType
@@ -9,18 +9,20 @@ from typing import NoReturn, Self, final
 
 import torch
 
-from parallel_runtime.comm.c10d import Store, wrap
+from parallel_runtime.comm.c10d import Store, adopted, wrap
 from parallel_runtime.comm.coordinator import GroupCoordinator
 from parallel_runtime.comm.local import LocalHub
 from parallel_runtime.config.environment import Identity, current_environ, detect
 from parallel_runtime.config.parallel_config import ParallelConfig
 from parallel_runtime.config.plan import Plan
-from parallel_runtime.context.choices import choose_backend, choose_device, fit_config
-from parallel_runtime.context.connectors import Connector, ProcessConnector, connect_fake, local_connector
+from parallel_runtime.context.choices import choose_backend, choose_device, fit_child, fit_config, identity_within
+from parallel_runtime.context.connectors import Connection, Connector, ProcessConnector, connect_fake, local_connector
 from parallel_runtime.context.groups import GroupTable
+from parallel_runtime.context.liveness import has_ended
 from parallel_runtime.context.meeting_point import MeetingPoint, find_meeting_point, own_address
+from parallel_runtime.context.probe import Probe, Stage
 from parallel_runtime.context.rendezvous import Meeting, Member, join_world, new_uid
-from parallel_runtime.errors import ArgumentError, CollectiveMismatchError, ContextStateError
+from parallel_runtime.errors import ArgumentError, CollectiveMismatchError, ConfigError, ContextStateError
 from parallel_runtime.terms import GROUP_NAMES, Rank
 from parallel_runtime.topology.hosts import Hosts
 from parallel_runtime.topology.layout import Coordinate, Layout
@@ -52,6 +54,7 @@ class ParallelContext:
         identity: Who this rank is; by default as its launcher says (``detect``).
         store: Where the ranks meet, any ``torch.distributed.Store``; by default as the launcher says. Borrowed.
         hub: Connects ranks that are threads of this process; needs ``store`` and ``identity`` too. ``run_threads`` does it.
+        probe: Told of every stage, and may wrap what groups move their data with; for tests.
 
     Raises:
         ArgumentError: ``store`` is not a store.
@@ -68,14 +71,21 @@ class ParallelContext:
         identity: Identity | None = None,
         store: Store | None = None,
         hub: LocalHub | None = None,
+        probe: Probe | None = None,
     ) -> None:
         self._config = config
         self._identity = identity
         self._store = None if store is None else wrap(store)
         self._hub = hub
+        self._probe = probe
+        self._parent: ParallelContext | None = None
+        self._children: list[ParallelContext] = []
+        self._name = ""
+        self._is_isolated = False
         self._state = ContextState.NEW
         self._pid = os.getpid()
         self._uid = ""
+        self._backend = ""
         self._device = torch.device("cpu")
         self._hosts: Hosts | None = None
         self._groups: dict[str, GroupCoordinator] = {}
@@ -84,6 +94,31 @@ class ParallelContext:
         self._meeting: Meeting | None = None
         self._serves_store = False
         self._stack = ExitStack()
+
+    @classmethod
+    def adopt(cls, process_group: object, config: ParallelConfig, *, identity: Identity | None = None) -> Self:
+        """Stand on a world that somebody else owns: its ranks, and its store. It is never used to communicate, nor destroyed.
+
+        Args:
+            process_group: A ``torch.distributed.ProcessGroup``, such as ``torch.distributed.group.WORLD``.
+            config: Sizes and settings; a size of -1 is filled in from the group's size.
+            identity: Who this rank is; by default as its launcher says if that fits the group, else ranks of one host.
+
+        Returns:
+            A new context, to be entered.
+
+        Raises:
+            ArgumentError: It is not a process group.
+            ConfigError: ``identity`` is of another rank or size than the group.
+        """
+        store, rank, world_size = adopted(process_group)
+        identity = identity or identity_within(current_environ(), rank=rank, world_size=world_size)
+        if (identity.rank, identity.world_size) != (rank, world_size):
+            raise ConfigError(
+                f"the identity is rank {identity.rank} of {identity.world_size}, but the process group has this process as "
+                f"rank {rank} of {world_size}"
+            )
+        return cls(config, identity=identity, store=store)
 
     def __enter__(self) -> Self:
         """Meet the other ranks and open this rank's groups; undo what was done if a step fails.
@@ -97,6 +132,8 @@ class ParallelContext:
         """
         if self._state is not ContextState.NEW:
             raise ContextStateError(f"a ParallelContext is entered once; this one is {self._state}. Make a new one")
+        if self._parent is not None:
+            self._inherit(self._parent)
         self._pid = os.getpid()
         self._state = ContextState.CLOSED  # stays so if a step below raises
         try:
@@ -108,21 +145,30 @@ class ParallelContext:
             self._forget()
             raise
         self._state = ContextState.OPEN
+        if self._parent is not None:
+            self._parent._children.append(self)
         return self
 
     def __exit__(self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Close every group and leave the world. After an exception nothing waits, and no peer is spoken to."""
+        """Close children, then groups, and leave the world. After an exception nothing waits, and no peer is spoken to."""
         if self._state is not ContextState.OPEN:
             return
         self._state = ContextState.CLOSED
         if self._pid != os.getpid():
             return  # a forked copy: the sockets belong to the parent
         try:
+            for child in reversed(tuple(self._children)):
+                child.__exit__(error_type, error, trace)
             if error is None:
-                self._flush()
+                self._depart()
+        except BaseException as failure:
+            error = failure
+            raise
         finally:
             self._say_why(error)
             self._stack.close()
+            if self._parent is not None and self in self._parent._children:
+                self._parent._children.remove(self)
         if error is None and self._serves_store and self._meeting is not None:
             self._meeting.wait_until_all_left(self._config.deadlines.exit_s)
         self._forget()
@@ -225,6 +271,11 @@ class ParallelContext:
         return self._device
 
     @property
+    def parent(self) -> "ParallelContext | None":
+        """The context that this one was derived from, or is a duplicate of."""
+        return self._parent
+
+    @property
     def world(self) -> GroupCoordinator:
         """All ranks."""
         return self.group("world")
@@ -319,6 +370,7 @@ class ParallelContext:
         Collective: all ranks, in the same order where they open several; a rank waits for the members of its own group only.
         """
         self._check_open()
+        self._check_not_given_up()
         if axes not in self._extra_groups:
             ranks = self.layout.group_of(self.rank, *axes)
             if self._meeting is not None:
@@ -327,6 +379,86 @@ class ParallelContext:
             self._extra_groups[axes] = self._table.open(*axes)
             self._stack.callback(self._extra_groups[axes].close)
         return self._extra_groups[axes]
+
+    def derive(self, config: ParallelConfig, *, ranks: Sequence[int] | None = None, name: str = "") -> "ParallelContext":
+        """Make a child: another topology over this world, or over a part of it. Enter it with ``with``.
+
+        It meets in this context's store and shares every connection of equal ranks, backend and device, so parent and child are
+        used by one thread at a time. It closes before its parent: at the latest, and newest first, when the parent does.
+
+        Args:
+            config: Of the child; a size of -1 is filled in.
+            ranks: World ranks of the child, which keep their numbers; by default those the config names, or all of the parent's.
+            name: In front of its groups' names in errors and records, like ``"draft.tp#0"``.
+
+        Returns:
+            A new context, to be entered.
+
+        Raises:
+            ConfigError: The sizes do not fit, or a rank is not one of the parent's.
+            ContextStateError: The context is not open, or has given up its groups.
+
+        Collective: entering; the ranks of the child, in the same order where they enter several.
+        """
+        self._check_open()
+        self._check_not_given_up()
+        fitted = fit_child(config, ranks, self._config, world_size=self.identity.world_size)
+        return self._make_child(fitted, name, is_isolated=False)
+
+    def duplicate(self, name: str) -> "ParallelContext":
+        """Make a child of the same topology whose groups share nothing with this context's: for a second stream or thread.
+
+        Args:
+            name: In front of its groups' names; equal on all ranks.
+
+        Returns:
+            A new context, to be entered.
+
+        Raises:
+            ContextStateError: The context is not open, or has given up its groups.
+
+        Collective: entering; all ranks.
+        """
+        self._check_open()
+        self._check_not_given_up()
+        return self._make_child(self._config, name, is_isolated=True)
+
+    def survivors(self, timeout_s: float | None = None) -> tuple[Rank, ...]:
+        """After a failure: give up this context's groups, and agree on who is left to go on.
+
+        Ranks that left the context, or whose process has ended, do not count; nor does one that stays silent. Then leave the
+        block, or open a new context inside it:
+        ``ParallelContext(config.replace(ranks=ranks), identity=ctx.identity, store=ctx.store, hub=ctx.hub)``.
+
+        Args:
+            timeout_s: Longest wait for a rank that is neither here nor known to be gone; ``deadlines.join_s`` by default.
+
+        Returns:
+            World ranks, in order, equal on all of them.
+
+        Raises:
+            ContextStateError: The context is not open, or has given up its groups.
+            RendezvousError: The others have gone on without this rank, or the store went with the rank that served it.
+
+        Collective: every rank that is left. Peers that still wait in an operation of this context are released.
+        """
+        self._check_open()
+        self._check_not_given_up()
+        self._table = None
+        if self._meeting is None:
+            self._stack.close()
+            return tuple(Rank(rank) for rank in self.layout.ranks)
+        roster = self._meeting.roster()
+        self._meeting.announce_survivor()
+        for child in reversed(tuple(self._children)):
+            child._give_up()
+        self._stack.close()
+
+        def is_gone(rank: int) -> bool:
+            member = roster.get(rank)
+            return member is not None and member.host == self.host and has_ended(member.pid)
+
+        return self._meeting.survivors(is_gone, self._config.deadlines.join_s if timeout_s is None else timeout_s)
 
     def __reduce__(self) -> NoReturn:
         raise ContextStateError(
@@ -346,6 +478,8 @@ class ParallelContext:
         self._config = fit_config(self._config, identity)
         self._device = choose_device(self._config, identity, is_thread=self._hub is not None)
         backend = choose_backend(self._config, self._device, has_hub=self._hub is not None)
+        self._backend = backend
+        self._reach(Stage.JOINING)
         if self._config.world_size == 1 or backend == "fake":
             self._uid = new_uid()
             connect: Connector = connect_fake
@@ -355,6 +489,7 @@ class ParallelContext:
             if len(set(self._meeting.hosts)) > 1:
                 self._hosts = [name for _, name in sorted(zip(self._meeting.ranks, self._meeting.hosts, strict=True))]
             connect = self._connector(backend, self._meeting)
+        self._reach(Stage.OPENING)
         self._table = GroupTable(
             layout=self.layout,
             rank=identity.rank,
@@ -363,7 +498,9 @@ class ParallelContext:
             device=self._device,
             deadlines=self._config.deadlines,
             checked=self._config.checked,
-            connect=connect,
+            connect=connect if self._probe is None else _probed(connect, self._probe),
+            name=self._name,
+            shared=self._shared_connections(),
         )
         for name in GROUP_NAMES:
             self._groups[name] = self._table.open(name)
@@ -378,7 +515,8 @@ class ParallelContext:
         else:
             point = find_meeting_point(self.identity, first_rank=Rank(ranks[0]), environ=environ, timeout_s=join_s)
             self._store = point.store
-        member = Member.of_this_process(self.rank, config.agreed_settings(), self.host)
+        settings = config.agreed_settings() | ({"context": self._name} if self._name else {})
+        member = Member.of_this_process(self.rank, settings, self.host)
         attempt = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         is_whole = len(ranks) == self.identity.world_size
         self._serves_store = point.server is not None
@@ -407,6 +545,41 @@ class ParallelContext:
             said = ", ".join(f"rank {rank} opens {what}" for rank, what in told.items())
             raise CollectiveMismatchError(f"extra groups are opened in the same order on every rank; as no. {number}, {said}")
 
+    def _make_child(self, config: ParallelConfig, name: str, *, is_isolated: bool) -> "ParallelContext":
+        store = None if self._meeting is None else self._meeting.room
+        config = config.replace(backend="fake") if self._backend == "fake" else config
+        child = ParallelContext(config, identity=self.identity, store=store, hub=self._hub)
+        child._parent, child._name, child._is_isolated = self, name, is_isolated
+        return child
+
+    def _inherit(self, parent: "ParallelContext") -> None:
+        parent._check_process()
+        if parent._state is not ContextState.OPEN or parent._table is None:
+            raise ContextStateError("the context that this one was derived from is closed; derive from one that is open")
+
+    def _shared_connections(self) -> Mapping[tuple[Rank, ...], Connection]:
+        parent = self._parent
+        if parent is None or parent._table is None or self._is_isolated:
+            return {}
+        mine, its = ((context._backend, context._device, context._config.shm) for context in (self, parent))
+        return parent._table.connections if mine == its else {}
+
+    def _reach(self, stage: Stage) -> None:
+        if self._probe is not None:
+            self._probe.at(stage)
+
+    def _check_not_given_up(self) -> None:
+        if self._table is None:
+            raise ContextStateError(
+                "this context gave up its groups when its survivors were counted; open a new ParallelContext over them"
+            )
+
+    def _give_up(self) -> None:
+        for child in reversed(tuple(self._children)):
+            child._give_up()
+        self._table = None
+        self._stack.close()
+
     def _check_process(self) -> None:
         if self._pid != os.getpid():
             raise ContextStateError(
@@ -418,10 +591,13 @@ class ParallelContext:
         self._check_process()
         if self._state is not ContextState.OPEN:
             hint = "enter it with `with context:`" if self._state is ContextState.NEW else "make a new one"
+            if self._parent is not None and self._parent._state is ContextState.CLOSED:
+                hint = "it closed with its parent"
             raise ContextStateError(f"this ParallelContext is {self._state}, so it has no groups; {hint}")
 
-    def _flush(self) -> None:
+    def _depart(self) -> None:
         """Let receivers confirm what was sent to them."""
+        self._reach(Stage.CLOSING)
         for group in (*self._groups.values(), *self._extra_groups.values()):
             group.flush(self._config.deadlines.exit_s)
 
@@ -435,3 +611,10 @@ class ParallelContext:
         self._groups, self._extra_groups = {}, {}
         self._table = self._meeting = self._store = None
         self._stack = ExitStack()
+
+
+def _probed(connect: Connector, probe: Probe) -> Connector:
+    def connect_and_tell(key: str, ranks: tuple[Rank, ...], rank_in_group: int) -> Connection:
+        return probe.connected(ranks, connect(key, ranks, rank_in_group))
+
+    return connect_and_tell

@@ -15,7 +15,7 @@ import os
 import time
 import uuid
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
@@ -34,6 +34,9 @@ _SLICE_S = 0.2
 """Longest wait for one thing before looking whether another has happened: another rank's verdict, a rank that left."""
 _LONGEST_PAUSE_S = 0.05
 """Between two looks into the store. Its own waits would block Ctrl-C, and log a warning for each that ends without the key."""
+_SURVIVORS = "survivors"
+_KEPT = "kept"
+"""Set where a member serves the store and waits for the others, so that the keys go with the store itself."""
 _SETTLE_S = 1.0
 """How long a difference between ranks waits for the others, so that the odd one can be told from the majority."""
 
@@ -103,6 +106,8 @@ class Meeting:
         ranks: Of its world.
         rank: This one.
         hosts: Name of the host of each of ``ranks``, equal on every rank.
+        scope: View of the store in which the contexts of this set of ranks are numbered.
+        number: Of this context there, from 1.
     """
 
     uid: str
@@ -110,15 +115,72 @@ class Meeting:
     ranks: Sequence[int]
     rank: Rank
     hosts: tuple[str, ...]
+    scope: Store
+    number: int
 
     def leave(self, reason: str) -> None:
         """Tell whoever asks that this rank is gone. Waits for nobody; a store that is gone too is no error.
+
+        The last rank to leave a store that somebody else serves takes the keys of this context out of it.
 
         Args:
             reason: ``""`` for a normal exit.
         """
         with suppress(RuntimeError):
+            _note_closed(self.scope, self.rank, self.number)
             self.room.set(f"left/{self.rank}", reason or "closed")
+            staying = json.loads(self.room.get(_SURVIVORS)) if self.room.check([_SURVIVORS]) else self.ranks
+            if self.room.check([f"left/{rank}" for rank in staying]) and not self.room.check([_KEPT]):
+                for key in self.room.list_keys():
+                    if key != _SURVIVORS:  # a rank that was given up may still come and ask
+                        self.room.delete_key(key)
+
+    def announce_survivor(self) -> None:
+        """Say that this rank means to go on, before its connections go and others take it for lost."""
+        with suppress(RuntimeError):
+            self.room.set(f"survivor/{self.rank}", "here")
+
+    def survivors(self, is_gone: Callable[[int], bool], timeout_s: float) -> tuple[Rank, ...]:
+        """Find out with the others who is still there. Once in the life of a meeting, after ``announce_survivor``.
+
+        Args:
+            is_gone: Whether a rank is known to be unable to answer, besides those that have left.
+            timeout_s: Longest wait for a rank that neither answers nor has left, in seconds.
+
+        Returns:
+            Those that answered, in order; equal on all of them.
+
+        Raises:
+            RendezvousError: The others have gone on without this rank, or the store is gone.
+
+        Collective: every rank that is still there.
+        """
+        deadline = time.monotonic() + timeout_s
+        try:
+            while True:
+                here = [rank for rank in self.ranks if self.room.check([f"survivor/{rank}"])]
+                silent = [rank for rank in self.ranks if rank not in here and not self.room.check([f"left/{rank}"])]
+                silent = [rank for rank in silent if not is_gone(rank)]
+                if not silent or time.monotonic() >= deadline or self.room.check([_SURVIVORS]):
+                    break
+                wait_for_keys(self.room, [f"survivor/{silent[0]}"], min(_SLICE_S, max(0.0, deadline - time.monotonic())))
+            found: list[int] = json.loads(self.room.compare_set(_SURVIVORS, "", json.dumps(here)))
+        except RuntimeError as error:
+            if isinstance(error, RendezvousError):
+                raise
+            raise RendezvousError(f"the store in which the ranks meet is gone: {_first_line(error)}") from error
+        if self.rank not in found:
+            raise RendezvousError(f"ranks {found} have gone on without rank {self.rank}, which spoke up too late")
+        return tuple(Rank(rank) for rank in found)
+
+    def roster(self) -> dict[int, "Member"]:
+        """Who each rank said it is when they met.
+
+        Returns:
+            Members by rank; without those whose entries were taken out of the store by the last to leave.
+        """
+        keys = {rank: f"member/{rank}" for rank in self.ranks}
+        return {rank: Member.from_json(self.room.get(key)) for rank, key in keys.items() if self.room.check([key])}
 
     def exchange(self, topic: str, value: str, ranks: Sequence[int], timeout_s: float) -> dict[int, str]:
         """Tell some ranks something, and learn what they tell.
@@ -209,8 +271,10 @@ def join_world(
     try:
         number = scope.add(f"opened/{member.rank}", 1)
         room = prefix_store(scope, str(number))
+        if linger_s:
+            room.set(_KEPT, "by a member")
         room.set(f"member/{member.rank}", member.to_json())
-        if number > 1:
+        if number > 1 and _last_closed(scope, member.rank) < number - 1:
             _refuse_second_process(prefix_store(scope, str(number - 1)), member)
         verdict = _wait_for_verdict(room, member, ranks, deadline, timeout_s)
     except RuntimeError as error:
@@ -221,7 +285,7 @@ def join_world(
         _await_hearing(room, member, ranks, linger_s)
         raise RendezvousError(problem)
     hosts = tuple(name for name, count in json.loads(verdict["hosts"]) for _ in range(count))
-    return Meeting(uid=verdict["uid"], room=room, ranks=ranks, rank=Rank(member.rank), hosts=hosts)
+    return Meeting(uid=verdict["uid"], room=room, ranks=ranks, rank=Rank(member.rank), scope=scope, number=number, hosts=hosts)
 
 
 def compare_members(members: Sequence[Member]) -> str:
@@ -303,6 +367,16 @@ def _judge(room: Store, ranks: Sequence[int], deadline: float, timeout_s: float)
         return {"error": _missing_text(list(members), ranks, timeout_s)}
     hosts = [(name, len(list(run))) for name, run in groupby(members[rank].host for rank in ranks)]
     return {"uid": new_uid(), "hosts": json.dumps(hosts)}
+
+
+def _last_closed(scope: Store, rank: int) -> int:
+    key = f"closed/{rank}"
+    return int(scope.get(key)) if scope.check([key]) else 0
+
+
+def _note_closed(scope: Store, rank: int, number: int) -> None:
+    if number > _last_closed(scope, rank):
+        scope.set(f"closed/{rank}", str(number))
 
 
 def _await_hearing(room: Store, member: Member, ranks: Sequence[int], linger_s: float) -> None:

@@ -165,6 +165,7 @@ def test_leaving_is_seen_and_a_dead_store_does_not_matter() -> None:
     port = servers[0].port
     meetings = meet(lambda: connect_store("127.0.0.1", port), [member(0), member(1)], world_size=2)
     first, second = (meeting for meeting in meetings if isinstance(meeting, Meeting))
+    first.room.set("kept", "as by a member that serves the store")
     second.leave("")
     assert not first.wait_until_all_left(0.05)
     first.leave("ValueError: boom")
@@ -172,6 +173,16 @@ def test_leaving_is_seen_and_a_dead_store_does_not_matter() -> None:
     assert first.room.get("left/0") == b"ValueError: boom"
     servers.clear()
     first.leave("")
+
+
+def test_the_last_to_leave_takes_the_keys_along() -> None:
+    store = hash_store()
+    for _ in range(3):
+        meetings = meet(store, [member(0), member(1)], world_size=2)
+        for meeting in meetings:
+            assert isinstance(meeting, Meeting)
+            meeting.leave("")
+    assert len(store.list_keys()) == 4, "what stays is how often each rank opened and closed, as it does after one context"
 
 
 def test_an_exchange_ends_when_a_rank_has_left() -> None:

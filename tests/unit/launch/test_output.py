@@ -8,6 +8,7 @@ import pytest
 from parallel_runtime.config import ParallelConfig
 from parallel_runtime.errors import ArgumentError, LaunchError
 from parallel_runtime.launch import launch
+from parallel_runtime.launch import output as room
 from parallel_runtime.launch.output import RankOutput, log_path
 
 
@@ -47,7 +48,7 @@ def test_every_line_begins_with_its_rank(tmp_path: Path, capfd: pytest.CaptureFi
 def test_a_stream_that_somebody_keeps_open_holds_up_nobody(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("parallel_runtime.launch.output._DRAIN_S", 0.2)
+    monkeypatch.setattr(room, "_DRAIN_S", 0.2)
     with RankOutput(1, prefix_output=True) as output:
         kept = os.dup(output.of(0)[0])
     os.close(kept)

@@ -1,0 +1,39 @@
+"""A seam for tests: be told where a context is, and stand between its groups and what moves their data."""
+
+from enum import StrEnum
+from typing import Protocol
+
+from parallel_runtime.context.connectors import Connection
+from parallel_runtime.terms import Rank
+
+__all__ = ["Probe", "Stage"]
+
+
+class Stage(StrEnum):
+    """Points in the life of a context at which its probe is called, in this order."""
+
+    JOINING = "joining"
+    OPENING = "opening groups"
+    CLOSING = "closing"
+
+
+class Probe(Protocol):
+    """What ``ParallelContext(probe=...)`` takes. ``parallel_runtime.testing.faults`` makes ones that break things on purpose."""
+
+    def at(self, stage: Stage) -> None:
+        """Called when the context is about to meet the others, to open its groups, and to leave normally.
+
+        Args:
+            stage: Which of these. What this raises, the context raises.
+        """
+
+    def connected(self, ranks: tuple[Rank, ...], connection: Connection) -> Connection:
+        """Called once for each connection of two or more ranks.
+
+        Args:
+            ranks: World ranks of its members, in group order.
+            connection: Just opened.
+
+        Returns:
+            What the groups are to use: the same, or something around it.
+        """
