@@ -6,6 +6,8 @@ The plan and the context both ask here, so what a plan says is what a context op
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, final
 
+from parallel_runtime.comm.shm.geometry import MAX_MEMBERS
+
 __all__ = ["CommunicatorKind", "GroupFacts", "Plane", "PlannedBackend", "PlannedCommunicator", "choose_communicators"]
 
 CommunicatorKind: TypeAlias = Literal["c10d", "shm", "local", "fake"]
@@ -94,11 +96,13 @@ def choose_communicators(facts: GroupFacts) -> tuple[PlannedCommunicator, ...]:
 
 def _between_cpus(facts: GroupFacts, plane: Plane) -> tuple[PlannedCommunicator, ...]:
     size = facts.world_size
-    if facts.uses_shm and facts.num_hosts == 1:
+    if facts.uses_shm and facts.num_hosts == 1 and size <= MAX_MEMBERS:
         reason = "messages on one host" if plane == "control" else "ranks of one host"
         return (PlannedCommunicator(kind="shm", plane=plane, reason=reason, size=size, users=size),)
     if facts.num_hosts > 1:
         reason = "messages between hosts" if plane == "control" else "several hosts"
+    elif facts.uses_shm:
+        reason = f"more than {MAX_MEMBERS} members"
     else:
         reason = "messages" if plane == "control" else "shared memory is off"
     return (PlannedCommunicator(kind="c10d", backend="gloo", plane=plane, reason=reason, size=size, users=size),)

@@ -13,7 +13,7 @@ from parallel_runtime.comm.communicator import Communicator
 from parallel_runtime.comm.fake import FakeCommunicator
 from parallel_runtime.comm.local import LocalCommunicator, LocalHub
 from parallel_runtime.comm.select import GroupFacts, PlannedCommunicator, choose_communicators
-from parallel_runtime.comm.shm import ShmCommunicator, Unavailable
+from parallel_runtime.comm.shm import Errands, ShmCommunicator, Unavailable
 from parallel_runtime.comm.shm.stores import StoreAdapter
 from parallel_runtime.errors import ConfigError
 from parallel_runtime.terms import Rank
@@ -107,6 +107,7 @@ class ProcessConnector:
         self._address = address
         self._timeout_s = timeout_s
         self._transport: object | None = None
+        self._errands = Errands()
 
     def __call__(self, key: str, ranks: tuple[Rank, ...], rank_in_group: int) -> Connection:
         """Connect to the other members.
@@ -139,7 +140,9 @@ class ProcessConnector:
     def _open(self, planned: PlannedCommunicator, key: str, ranks: tuple[Rank, ...], rank_in_group: int) -> Communicator:
         if planned.kind == "c10d":
             return self._open_c10d(f"{key}/{planned.plane}", ranks, rank_in_group, planned.backend, planned.reason)
-        made = ShmCommunicator.create(StoreAdapter(self._store), f"{key}/shm", rank_in_group, len(ranks), self._timeout_s)
+        made = ShmCommunicator.create(
+            StoreAdapter(self._store), f"{key}/shm", rank_in_group, len(ranks), self._timeout_s, errands=self._errands
+        )
         if not isinstance(made, Unavailable):
             made.reason = planned.reason
             return made

@@ -2,5 +2,6 @@
 
 from parallel_runtime.comm.shm.communicator import ShmCommunicator
 from parallel_runtime.comm.shm.segment import KeyValueStore, Unavailable
+from parallel_runtime.comm.shm.waiting import Errands
 
-__all__ = ["KeyValueStore", "ShmCommunicator", "Unavailable"]
+__all__ = ["Errands", "KeyValueStore", "ShmCommunicator", "Unavailable"]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from parallel_runtime.comm.communicator import Communicator, Operation, ReduceOp, Work
-from parallel_runtime.comm.shm.geometry import Geometry, choose_geometries
+from parallel_runtime.comm.shm.geometry import MAX_MEMBERS, Geometry, choose_geometries
 from parallel_runtime.comm.shm.p2p import Mailbox
 from parallel_runtime.comm.shm.planner import Planner
 from parallel_runtime.comm.shm.plans import Plan
@@ -17,7 +17,7 @@ from parallel_runtime.comm.shm.reductions import ARITHMETIC_DTYPES
 from parallel_runtime.comm.shm.segment import KeyValueStore, Segment, SegmentWay, Unavailable, open_segment
 from parallel_runtime.comm.shm.steps import Steps, fingerprint
 from parallel_runtime.comm.shm.symmetric import SymmetricBuffer
-from parallel_runtime.comm.shm.waiting import Bells, Liveness, Waiter
+from parallel_runtime.comm.shm.waiting import Bells, Errands, Liveness, Waiter
 from parallel_runtime.errors import ArgumentError, ContextStateError, PeerFailedError, PeerLostError
 
 __all__ = ["Bytes", "ShmCommunicator"]
@@ -29,7 +29,6 @@ _MAX_PLANS: Final = 512
 _SPINS: Final = 300
 _SPINS_CROWDED: Final = 2
 _PAGE: Final = 4096
-_MAX_MEMBERS: Final = 128
 _REDUCTIONS: Final = frozenset((Operation.ALL_REDUCE, Operation.REDUCE_SCATTER, Operation.REDUCE))
 
 
@@ -55,7 +54,9 @@ class ShmCommunicator(Communicator):
 
     kind = "shm"
 
-    def __init__(self, segment: Segment, geometry: Geometry, rank_in_group: int, store: KeyValueStore, key: str) -> None:
+    def __init__(
+        self, segment: Segment, geometry: Geometry, rank_in_group: int, store: KeyValueStore, key: str, errands: Errands
+    ) -> None:
         self.world_size = geometry.world_size
         self.rank_in_group = rank_in_group
         self._store = store
@@ -73,7 +74,8 @@ class ShmCommunicator(Communicator):
         liveness = Liveness(memoryview(memory).cast("q"), geometry, segment.pids, rank_in_group)
         shares_process = segment.pids.count(os.getpid()) > 1
         is_crowded = shares_process or segment.num_cores < self.world_size
-        waiter = Waiter(bells, liveness, spins=_SPINS_CROWDED if is_crowded else _SPINS, shares_process=shares_process)
+        spins = _SPINS_CROWDED if is_crowded else _SPINS
+        waiter = Waiter(bells, liveness, spins=spins, shares_process=shares_process, errands=errands)
         waiter.traffic = self.traffic
         self._steps = steps = Steps(memory, geometry, rank_in_group, waiter, bells)
         mailbox = Mailbox(memory, geometry, rank_in_group, waiter, bells)
@@ -90,6 +92,7 @@ class ShmCommunicator(Communicator):
         timeout_s: float,
         *,
         ways: Sequence[SegmentWay] = ("proc", "socket"),
+        errands: Errands | None = None,
     ) -> Self | Unavailable:
         """Open the shared memory of one group.
 
@@ -100,6 +103,7 @@ class ShmCommunicator(Communicator):
             world_size: Number of members, at least 2.
             timeout_s: Seconds to wait for the other members.
             ways: How this member may get at the memory.
+            errands: Shared by all groups of this rank, so that a wait in one of them moves the messages of all.
 
         Returns:
             The communicator; or, on all members alike, why they cannot share memory.
@@ -109,14 +113,16 @@ class ShmCommunicator(Communicator):
 
         Collective: all members.
         """
-        if world_size > _MAX_MEMBERS:
-            return Unavailable(reason=f"{world_size} members; a group that shares memory has at most {_MAX_MEMBERS}")
+        if world_size > MAX_MEMBERS:
+            return Unavailable(reason=f"{world_size} members; a group that shares memory has at most {MAX_MEMBERS}")
         geometries = choose_geometries(world_size)
         sizes = [geometry.nbytes for geometry in geometries]
         segment = open_segment(store, key, rank_in_group, world_size, sizes, timeout_s, ways)
         if isinstance(segment, Unavailable):
             return segment
-        return cls(segment, geometries[sizes.index(segment.nbytes)], rank_in_group, store, key)
+        return cls(
+            segment, geometries[sizes.index(segment.nbytes)], rank_in_group, store, key, Errands() if errands is None else errands
+        )
 
     def describe(self) -> str:
         """One line for people: the memory it has, how it got it, how it waits."""

@@ -4,13 +4,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final, final
 
-__all__ = ["LINE_BYTES", "NUM_SLOTS", "Geometry", "choose_geometries"]
+__all__ = ["LINE_BYTES", "MAX_MEMBERS", "NUM_SLOTS", "Geometry", "choose_geometries"]
 
 LINE_BYTES: Final = 128
 """Bytes that one writer has to itself: two cache lines, because processors fetch them in pairs."""
 
 NUM_SLOTS: Final = 4
 """Slots of a member, used in turn."""
+
+MAX_MEMBERS: Final = 128
+"""Of a group that shares memory: there is a ring for every pair."""
 
 _PAGE: Final = 4096
 _HEADER_BYTES: Final = 64

@@ -6,6 +6,7 @@ of collectives; nothing moves in between, there is no thread behind it.
 """
 
 import mmap
+import threading
 from collections import deque
 from collections.abc import Callable
 from typing import Final, final
@@ -258,25 +259,47 @@ class Mailbox:
         }
         self._waiter = waiter
         self._bells = bells
+        self._lock = threading.Lock()
         self._num_open = 0
 
     def isend(self, tensor: Tensor, dst: int, tag: int) -> MessageWork:
         """Start sending ``tensor``; it is kept alive and must not change until the work is done."""
-        work = self._remember(MessageWork(self, tensor, dst, tag, is_send=True))
+        work = MessageWork(self, tensor, dst, tag, is_send=True)
         outgoing = self._outgoing[dst]
-        outgoing.queue.append(work)
-        if outgoing.progress():
-            self._ring()
+        with self._lock:
+            self._remember()
+            outgoing.queue.append(work)
+            if outgoing.progress():
+                self._ring()
         return work
 
     def irecv(self, tensor: Tensor, src: int, tag: int) -> MessageWork:
         """Start filling ``tensor``; it is kept alive until the work is done."""
-        work = self._remember(MessageWork(self, tensor, src, tag, is_send=False))
-        self._incoming[src].post(work)
+        work = MessageWork(self, tensor, src, tag, is_send=False)
+        with self._lock:
+            self._remember()
+            self._incoming[src].post(work)
         return work
 
     def progress(self) -> bool:
         """Move on whatever can be moved on without waiting; whether anything was."""
+        with self._lock:
+            return self._progress()
+
+    def run_errand(self) -> bool:
+        """``progress`` on behalf of a wait in whichever group of this rank; nothing where another thread is at it."""
+        if not self._lock.acquire(blocking=False):
+            return False
+        try:
+            return self._progress()
+        except BaseException as exc:  # interrupted in the middle of a copy
+            if self.on_break is not None:
+                self.on_break(exc)
+            raise
+        finally:
+            self._lock.release()
+
+    def _progress(self) -> bool:
         moved = False
         for outgoing in self._outgoing.values():
             if outgoing.queue and outgoing.progress():
@@ -299,7 +322,8 @@ class Mailbox:
         try:
             self._waiter.until(lambda: not work.is_open or (self._move(end) and not work.is_open), timeout_s, lambda: [work.peer])
         except PeerError as exc:
-            is_whole = end.withdraw(work)
+            with self._lock:
+                is_whole = end.withdraw(work)
             work.finish(exc)
             if not is_whole and self.on_break is not None:
                 self.on_break(exc)
@@ -312,21 +336,22 @@ class Mailbox:
         """One work less is under way."""
         self._num_open -= 1
         if not self._num_open:
-            self._waiter.chores = None
+            self._waiter.errands.discard(self)
 
     def _move(self, end: _Outgoing | _Incoming) -> bool:
         """Move on one end, or all of them where more than one work is under way."""
-        if self._num_open > 1:
-            return self.progress()
-        moved = end.progress()
-        if moved:
-            self._ring()
-        return moved
+        with self._lock:
+            if self._num_open > 1:
+                return self._progress()
+            moved = end.progress()
+            if moved:
+                self._ring()
+            return moved
 
-    def _remember(self, work: MessageWork) -> MessageWork:
+    def _remember(self) -> None:
         self._num_open += 1
-        self._waiter.chores = self.progress
-        return work
+        if self._num_open == 1:
+            self._waiter.errands.add(self, self.run_errand)
 
     def _ring(self) -> None:
         if any(self._bells.words):
@@ -340,6 +365,7 @@ class Mailbox:
         for incoming in self._incoming.values():
             incoming.fail(error)
         self.on_break = None
+        self._waiter.errands.discard(self)
 
 
 def _open_ring(memory: mmap.mmap, geometry: Geometry, src: int, dst: int, *, is_writer: bool) -> RingEnd:

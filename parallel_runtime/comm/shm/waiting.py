@@ -25,7 +25,7 @@ from parallel_runtime.comm.shm.geometry import Geometry
 from parallel_runtime.comm.traffic import Traffic
 from parallel_runtime.errors import PeerError, PeerLostError, PeerTimeoutError
 
-__all__ = ["Bells", "Liveness", "Waiter", "full_fence", "needs_fence"]
+__all__ = ["Bells", "Errands", "Liveness", "Waiter", "full_fence", "needs_fence"]
 
 _SYSCALLS: Final = MappingProxyType({"x86_64": (202, 324), "aarch64": (98, 283)})  # futex, membarrier
 _FUTEX_WAIT: Final = 0
@@ -33,6 +33,7 @@ _FUTEX_WAKE: Final = 1
 _MEMBARRIER_GLOBAL_EXPEDITED: Final = 2
 _MEMBARRIER_REGISTER_GLOBAL_EXPEDITED: Final = 4
 _YIELD_S: Final = 0.001
+_ERRAND_SLEEP_S: Final = 0.001
 _FENCED_SLEEP_S: Final = 0.02
 _UNFENCED_SLEEP_S: Final = 0.001
 _SUSPICIOUS_S: Final = 1.0
@@ -182,22 +183,52 @@ class Liveness:
 
 
 @final
+class Errands:
+    """What one rank has to move on while it waits in any of its groups: the messages that are under way in all of them.
+
+    A message larger than its ring moves on only when its sender looks after it. One that waited in another group meanwhile, for
+    members that wait for that message in the end, would wait for ever.
+    """
+
+    def __init__(self) -> None:
+        self._runs: dict[object, Callable[[], bool]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._runs)
+
+    def add(self, owner: object, run: Callable[[], bool]) -> None:
+        """Have ``run`` called in every wait; it does nothing where another thread is at it."""
+        self._runs[owner] = run
+
+    def discard(self, owner: object) -> None:
+        """Nothing of ``owner`` is under way any more."""
+        self._runs.pop(owner, None)
+
+    def run(self) -> bool:
+        """Move everything on; whether anything was."""
+        moved = [run() for run in tuple(self._runs.values())]
+        return any(moved)
+
+
+@final
 class Waiter:
     """Waits on behalf of one member.
 
     Attributes:
         deadline: When the operation under way gives up; ``None`` until it has to wait for the first time.
-        chores: What else to move on while waiting; says whether anything moved.
+        errands: What else to move on while waiting.
         traffic: Of the communicator, whose diagnostician may end a wait.
     """
 
-    def __init__(self, bells: Bells, liveness: Liveness, *, spins: int, shares_process: bool) -> None:
+    def __init__(
+        self, bells: Bells, liveness: Liveness, *, spins: int, shares_process: bool, errands: Errands | None = None
+    ) -> None:
         self._bells = bells
         self._liveness = liveness
         self._spins = spins
         self._yield: Callable[[], None] = _release_interpreter if shares_process else os.sched_yield
         self.deadline: float | None = None
-        self.chores: Callable[[], bool] | None = None
+        self.errands = Errands() if errands is None else errands
         self.traffic: Traffic | None = None
 
     def until(self, ready: Callable[[], bool], timeout_s: float, missing: Callable[[], list[int]]) -> None:
@@ -224,15 +255,16 @@ class Waiter:
             self._yield()
             if ready():
                 return
-            if self.chores is not None:
-                self.chores()
+            if self.errands:
+                self.errands.run()
 
         def stirred() -> bool:
-            return ready() or (self.chores is not None and self.chores())
+            return ready() or (bool(self.errands) and self.errands.run())
 
         while not ready():
             asleep_at = monotonic()
-            self._bells.sleep(stirred, max(self.deadline - asleep_at, 0.0))
+            limit_s = max(self.deadline - asleep_at, 0.0)
+            self._bells.sleep(stirred, min(limit_s, _ERRAND_SLEEP_S) if self.errands else limit_s)
             if (still_s := monotonic() - asleep_at) > _SUSPICIOUS_S:
                 self.deadline += still_s  # stopped itself, so nobody else is late
             self._judge(ready, timeout_s, missing)

@@ -163,7 +163,7 @@ def test_an_interrupted_operation_breaks_the_group_for_its_peer_too() -> None:
         def interrupt() -> bool:
             raise Interrupted
 
-        comm._parts.steps._waiter.chores = interrupt
+        comm._parts.steps._waiter.errands.add("test", interrupt)
         with pytest.raises(Interrupted):
             comm.barrier(TIMEOUT_S)
         with pytest.raises(PeerLostError, match="since an operation failed: Interrupted"):
