@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from typing import Any, NoReturn, TypeAlias, final
 
+from parallel_runtime.cli.doctor import add_doctor
 from parallel_runtime.cli.generate import add_generate
 from parallel_runtime.cli.plan import add_plan
 from parallel_runtime.errors import CheckpointError, ConfigError, ParallelRuntimeError, RequestError
@@ -20,7 +21,7 @@ __all__ = ["AddCommand", "build_parser", "main"]
 AddCommand: TypeAlias = Callable[["argparse._SubParsersAction[Any]"], None]
 """Adds one subcommand. Its parser must set ``run``, a function from the parsed arguments to an exit code."""
 
-_COMMANDS: tuple[AddCommand, ...] = (add_plan, add_generate)
+_COMMANDS: tuple[AddCommand, ...] = (add_plan, add_generate, add_doctor)
 
 
 @final

@@ -8,6 +8,8 @@ All gloo groups of a rank share one listening device. For groups of ``n1, n2, ..
   ``n`` per group that shares memory (the memory, and one to notice the end of each peer's process, if it is not this one);
 - bytes: about 60 KB of resident memory per gloo group; for a group that shares memory, its share of the segment.
 
+The monitor of a context, one listening socket and one thread, comes on top.
+
 NCCL's own threads and device buffers depend on the device and its version and are not counted. Ranks that are threads
 and talk through a hub, and fake worlds, cost nothing.
 """

@@ -51,6 +51,7 @@ class Monitor(Diagnostician):
         self._communicators: dict[str, Communicator] = {}
         self._addresses: dict[int, Address] = {}
         self._failures: deque[str] = deque(maxlen=_KEPT_FAILURES)
+        self._blamed: tuple[int, ...] = ()
         self.alarm: Callable[[], PeerError | None] | None = None
         self._answering: Answering | None = None
         if hub is not None:
@@ -80,6 +81,8 @@ class Monitor(Diagnostician):
             room.set(f"steps/{rank}", json.dumps(steps))
             if self._failures:
                 room.set(f"report/{rank}", msgspec.json.encode(self.report()).decode())
+            if self._blamed:
+                room.set(f"blamed/{rank}", json.dumps(self._blamed))
             room.set("departed", "somebody")
 
     def close(self) -> None:
@@ -89,6 +92,7 @@ class Monitor(Diagnostician):
         self._communicators, self._traffics = {}, {}
         if self._answering is not None:
             self._answering.close()
+            self._answering = None  # it refers back here, and whoever keeps the meeting keeps the store's socket
         if self._hub is not None:
             self._hub.monitors.pop((self._meeting.uid, self._meeting.rank), None)
 
@@ -154,11 +158,15 @@ class Monitor(Diagnostician):
             return error
         if not (isinstance(failure.error, PeerTimeoutError | PeerLostError) or type(failure.error) is PeerError):
             group = f"[members of {failure.group}: ranks {failure.ranks}]"
-            return type(failure.error)(f"{head}: {failure.error} {group}")
+            error = type(failure.error)(f"{head}: {failure.error} {group}")
+            error.ranks = failure.error.ranks or tuple(failure.ranks[member] for member in failure.error.members)
+            self._blamed = error.ranks
+            return error
         members = failure.error.members or range(len(failure.ranks))
         suspects = [rank for rank in (failure.ranks[member] for member in members) if rank != failure.rank]
         error = tell(failure, suspects, self._evidence(suspects, has_broken=not isinstance(failure.error, PeerTimeoutError)))
         self._failures.append(str(error).partition("\n")[0])
+        self._blamed = error.ranks
         return error
 
     def _evidence(self, ranks: Sequence[int], *, has_broken: bool) -> Evidence:
@@ -194,7 +202,8 @@ class Monitor(Diagnostician):
         found = {}
         for rank in ranks:
             if has_news and room.check([f"left/{rank}"]):
-                found[rank] = _departure(room.get(f"left/{rank}").decode())
+                blamed = json.loads(room.get(f"blamed/{rank}")) if room.check([f"blamed/{rank}"]) else ()
+                found[rank] = _departure(room.get(f"left/{rank}").decode(), tuple(blamed))
             elif rank in self._addresses and self._addresses[rank].is_ended:
                 where = self._addresses[rank]
                 found[rank] = Departure(text=f"(pid {where.pid} on {where.host}) has ended without a word: killed, or crashed")
@@ -231,12 +240,12 @@ class Monitor(Diagnostician):
         return f"(pid {where.pid} on {where.host}) {state}"
 
 
-def _departure(reason: str) -> Departure:
+def _departure(reason: str, blamed: tuple[int, ...]) -> Departure:
     if reason == _NORMAL:
         return Departure(text="has left the context normally")
     name = reason.partition(":")[0]
     follows = name in {kind.__name__ for kind in _kinds(PeerError)}
-    return Departure(text=f"left the context by an exception: {reason}", follows=follows)
+    return Departure(text=f"left the context by an exception: {reason}", follows=follows, blamed=blamed if follows else ())
 
 
 def _kinds(kind: type[PeerError]) -> list[type[PeerError]]:

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from enum import StrEnum
 from types import MappingProxyType, TracebackType
 from typing import NoReturn, Self, final
@@ -15,11 +15,20 @@ from parallel_runtime.comm.local import LocalHub
 from parallel_runtime.config.environment import Identity, current_environ, detect
 from parallel_runtime.config.parallel_config import ParallelConfig
 from parallel_runtime.config.plan import Plan
+from parallel_runtime.context.agreement import Agreement
 from parallel_runtime.context.choices import choose_backend, choose_device, fit_child, fit_config, identity_within
-from parallel_runtime.context.connectors import Connection, Connector, ProcessConnector, connect_fake, local_connector
+from parallel_runtime.context.connectors import (
+    Connection,
+    Connector,
+    ProcessConnector,
+    connect_fake,
+    local_connector,
+    telling_connector,
+)
 from parallel_runtime.context.groups import GroupTable
 from parallel_runtime.context.liveness import has_ended
 from parallel_runtime.context.meeting_point import MeetingPoint, find_meeting_point, own_address
+from parallel_runtime.context.monitor import Monitor
 from parallel_runtime.context.probe import Probe, Stage
 from parallel_runtime.context.rendezvous import Meeting, Member, join_world, new_uid
 from parallel_runtime.errors import ArgumentError, CollectiveMismatchError, ConfigError, ContextStateError
@@ -28,6 +37,9 @@ from parallel_runtime.topology.hosts import Hosts
 from parallel_runtime.topology.layout import Coordinate, Layout
 
 __all__ = ["ContextState", "ParallelContext"]
+
+_LAST_WORD_S = 2.0
+"""How long a rank that fails keeps the store it serves, so that the others can read why."""
 
 
 class ContextState(StrEnum):
@@ -92,6 +104,8 @@ class ParallelContext:
         self._extra_groups: dict[tuple[str, ...], GroupCoordinator] = {}
         self._table: GroupTable | None = None
         self._meeting: Meeting | None = None
+        self._monitor: Monitor | None = None
+        self._agreements: dict[tuple[Rank, ...], Agreement] = {}
         self._serves_store = False
         self._stack = ExitStack()
 
@@ -169,8 +183,9 @@ class ParallelContext:
             self._stack.close()
             if self._parent is not None and self in self._parent._children:
                 self._parent._children.remove(self)
-        if error is None and self._serves_store and self._meeting is not None:
-            self._meeting.wait_until_all_left(self._config.deadlines.exit_s)
+        if self._serves_store and self._meeting is not None:
+            exit_s = self._config.deadlines.exit_s
+            self._meeting.wait_until_all_left(exit_s if error is None else min(exit_s, _LAST_WORD_S))
         self._forget()
 
     def close(self) -> None:
@@ -460,6 +475,49 @@ class ParallelContext:
 
         return self._meeting.survivors(is_gone, self._config.deadlines.join_s if timeout_s is None else timeout_s)
 
+    def agree(self, ok: bool, why: str = "", *, group: GroupCoordinator | None = None, timeout_s: float | None = None) -> None:
+        """Go on only if all is well on every rank. Over the store, so also where a group cannot be used; not for hot loops.
+
+        Args:
+            ok: Whether all is well here.
+            why: What is not, for the error.
+            group: Whose members agree, a group of this context; the world by default.
+            timeout_s: Longest wait for the others in seconds; ``deadlines.control_s`` by default. A rank that is not well
+                waits for nobody.
+
+        Raises:
+            ArgumentError: ``timeout_s`` is not positive.
+            ContextStateError: The context is not open, or was opened by another process.
+            PeerFailedError: A rank is not well; raised on all of them.
+            PeerLostError: A rank is gone.
+            PeerTimeoutError: A rank did not come in time.
+            RendezvousError: The store is gone.
+
+        Collective: all ranks of the group, in the same order.
+        """
+        self._agreement(group).settle("" if ok else why or "it did not say why", self._control_s(timeout_s))
+
+    def guard(self, *, group: GroupCoordinator | None = None, timeout_s: float | None = None) -> AbstractContextManager[None]:
+        """A block that ends alike on every rank: well, or with the same error on all because it raised on one.
+
+        Operations of groups inside the block that wait for a rank that failed end within seconds. Their group cannot be used
+        afterwards, so keep what may fail apart from what communicates if you mean to go on.
+
+        Args:
+            group: Whose members agree, a group of this context; the world by default.
+            timeout_s: Longest wait for the others at its end, in seconds; ``deadlines.control_s`` by default.
+
+        Returns:
+            For ``with``. Leaving it raises ``PeerFailedError`` on every rank if the block raised on one.
+
+        Raises:
+            ArgumentError: ``timeout_s`` is not positive.
+            ContextStateError: The context is not open, or was opened by another process.
+
+        Collective: all ranks of the group; they meet at the end of the block.
+        """
+        return self._agreement(group).guard(self._control_s(timeout_s))
+
     def __reduce__(self) -> NoReturn:
         raise ContextStateError(
             "contexts stay in their process, so a ParallelContext cannot be pickled or copied; "
@@ -488,7 +546,9 @@ class ParallelContext:
             self._uid = self._meeting.uid
             if len(set(self._meeting.hosts)) > 1:
                 self._hosts = [name for _, name in sorted(zip(self._meeting.ranks, self._meeting.hosts, strict=True))]
-            connect = self._connector(backend, self._meeting)
+            connect = telling_connector(self._connector(backend, self._meeting), self._meeting)
+            self._monitor = Monitor(self._meeting, host=self.host, address=own_address(identity), hub=self._hub)
+            stack.callback(self._monitor.close)
         self._reach(Stage.OPENING)
         self._table = GroupTable(
             layout=self.layout,
@@ -501,6 +561,7 @@ class ParallelContext:
             connect=connect if self._probe is None else _probed(connect, self._probe),
             name=self._name,
             shared=self._shared_connections(),
+            watch=self._watch,
         )
         for name in GROUP_NAMES:
             self._groups[name] = self._table.open(name)
@@ -564,6 +625,22 @@ class ParallelContext:
         mine, its = ((context._backend, context._device, context._config.shm) for context in (self, parent))
         return parent._table.connections if mine == its else {}
 
+    def _control_s(self, timeout_s: float | None) -> float:
+        if timeout_s is not None and not timeout_s > 0:
+            raise ArgumentError(f"timeout_s={timeout_s} must be a positive number of seconds")
+        return timeout_s or self._config.deadlines.control_s
+
+    def _agreement(self, group: GroupCoordinator | None) -> Agreement:
+        self._check_open()
+        group = group or self.world
+        if group.ranks not in self._agreements:
+            self._agreements[group.ranks] = Agreement(self._meeting, self._monitor, group.name, group.ranks, self.rank)
+        return self._agreements[group.ranks]
+
+    def _watch(self, ranks: tuple[Rank, ...], connection: Connection) -> None:
+        if self._monitor is not None:
+            self._monitor.watch(ranks, connection.data, connection.control)
+
     def _reach(self, stage: Stage) -> None:
         if self._probe is not None:
             self._probe.at(stage)
@@ -603,13 +680,15 @@ class ParallelContext:
 
     def _say_why(self, error: BaseException | None) -> None:
         """Note in the store that this rank leaves, before its connections go and peers look for the reason."""
+        if self._monitor is not None:
+            self._monitor.last_words()
         if self._meeting is not None:
             self._meeting.leave("" if error is None else f"{type(error).__name__}: {error}")
 
     def _forget(self) -> None:
         """Drop every reference, since torch frees sockets and threads with the last one."""
-        self._groups, self._extra_groups = {}, {}
-        self._table = self._meeting = self._store = None
+        self._groups, self._extra_groups, self._agreements = {}, {}, {}
+        self._table = self._meeting = self._monitor = self._store = None
         self._stack = ExitStack()
 
 
