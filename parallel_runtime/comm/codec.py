@@ -21,6 +21,7 @@ from parallel_runtime.errors import SerializationError
 __all__ = ["Body", "Encoded", "decode", "decode_typed", "dtype_named", "encode", "encode_typed", "open_body"]
 
 _SCALARS: Final = frozenset({type(None), bool, int, float, str, bytes})
+_ENVELOPE: Final = msgspec.msgpack.Decoder(tuple[bool, list[tuple[str, list[int], bool, bytes | None]], msgspec.Raw])
 _KEEP_OUT_BYTES: Final = 64 * 1024
 
 
@@ -133,9 +134,7 @@ def open_body(body: bytearray | memoryview, device: torch.device) -> Body:
         SerializationError: The bytes are damaged.
     """
     try:
-        pickled, entries, tree = msgspec.msgpack.decode(
-            body, type=tuple[bool, list[tuple[str, list[int], bool, bytes | None]], msgspec.Raw]
-        )
+        pickled, entries, tree = _ENVELOPE.decode(body)
         tensors, buffers = [], []
         for name, shape, on_cpu, data in entries:
             place = torch.device("cpu") if on_cpu else device
@@ -264,7 +263,11 @@ class _Writer:
         return msgspec.msgpack.Ext(int(code), msgspec.msgpack.encode(content))
 
     def _all_plain(self, values: Sequence[object]) -> bool:
-        return not self._careful and set(map(type, values)) <= _SCALARS
+        if self._careful:
+            return False
+        kinds = list(map(type, values))
+        is_uniform = bool(kinds) and kinds.count(kinds[0]) == len(kinds)  # much faster than a set of all kinds
+        return kinds[0] in _SCALARS if is_uniform else set(kinds) <= _SCALARS
 
     def _big_int(self, value: int) -> object:
         if -(2**63) <= value < 2**64:

@@ -13,13 +13,18 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from enum import StrEnum
 from functools import cached_property
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
+from parallel_runtime.comm.frames import blank_frame, pack_frame, raw_tensor, read_frame
 from parallel_runtime.comm.traffic import Traffic
 
-__all__ = ["Communicator", "Operation", "ReduceOp", "Work"]
+__all__ = ["Bytes", "Communicator", "Operation", "ReduceOp", "Work"]
+
+Bytes: TypeAlias = bytes | bytearray | memoryview
+"""What a message is handed over in."""
 
 
 class ReduceOp(StrEnum):
@@ -137,6 +142,33 @@ class Communicator(ABC):
     @abstractmethod
     def irecv(self, tensor: Tensor, src: int, tag: int) -> Work:
         """Start filling ``tensor``, which has exactly the size that was sent."""
+
+    def broadcast_bytes(self, data: Bytes | None, src: int, timeout_s: float) -> Bytes:
+        """Hand bytes whose number only ``src`` knows to every member; a frame, and the rest where it does not fit.
+
+        Args:
+            data: What to send; only read on ``src``.
+            src: Group-local.
+            timeout_s: Seconds.
+
+        Returns:
+            The bytes; ``data`` itself on ``src``.
+        """
+        if data is not None and src == self.rank_in_group:
+            body = data if isinstance(data, bytearray) else bytearray(data)
+            frame, follows = pack_frame(body)
+            self.broadcast_(frame, src, timeout_s)
+            if follows:
+                self.broadcast_(raw_tensor(body), src, timeout_s)
+            return data
+        blank = blank_frame()
+        self.broadcast_(blank, src, timeout_s)
+        arrived = read_frame(blank)
+        if arrived.inline is not None:
+            return arrived.inline
+        body = bytearray(arrived.length)
+        self.broadcast_(raw_tensor(body), src, timeout_s)
+        return body
 
     @abstractmethod
     def close(self) -> None:

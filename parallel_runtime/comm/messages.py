@@ -8,7 +8,7 @@ from torch import Tensor
 
 from parallel_runtime.comm.codec import Body, open_body
 from parallel_runtime.comm.core import GroupCore
-from parallel_runtime.comm.frames import FRAME_BYTES, Frame, Kind, blank_frame, bytes_of, pack_frame, raw_tensor, read_frame
+from parallel_runtime.comm.frames import FRAME_BYTES, Frame, Kind, bytes_of, pack_frame, raw_tensor, read_frame
 from parallel_runtime.comm.mail import MAIL_LANE, Outcome, attempt, failed, plane_of, post, take, unpack
 from parallel_runtime.comm.outbox import Outbox
 from parallel_runtime.comm.p2p import check_peer, check_tag
@@ -106,26 +106,17 @@ class Messages:
     def _send_to_all(self, outcome: Outcome, src: int, limit_s: float) -> None:
         core = self._core
         body, buffers = outcome.encoded
-        frame, follows = pack_frame(body, kind=Kind.VALUE if outcome.error is None else Kind.ERROR)
-        core.control.broadcast_(frame, src, limit_s)
-        if follows:
-            core.control.broadcast_(raw_tensor(body), src, limit_s)
+        body.append(Kind.VALUE if outcome.error is None else Kind.ERROR)
+        core.control.broadcast_bytes(body, src, limit_s)
         for buffer in buffers:
             plane_of(core, buffer).broadcast_(movable(buffer), src, limit_s)
 
     def _receive_from(self, src: int, limit_s: float) -> Body | str:
         core = self._core
-        tensor = blank_frame()
-        core.control.broadcast_(tensor, src, limit_s)
-        frame = read_frame(tensor)
-        data = frame.inline
-        if data is None:
-            raw = raw_tensor(bytearray(frame.length))
-            core.control.broadcast_(raw, src, limit_s)
-            data = bytes_of(raw)
-        if frame.kind is Kind.ERROR:
-            return data.decode(errors="replace")
-        body = open_body(data, core.spec.device)
+        data = memoryview(core.control.broadcast_bytes(None, src, limit_s))
+        if data[-1] == Kind.ERROR:
+            return bytes(data[:-1]).decode(errors="replace")
+        body = open_body(data[:-1], core.spec.device)
         for buffer in body.buffers:
             plane_of(core, buffer).broadcast_(movable(buffer), src, limit_s)
         return body

@@ -3,12 +3,12 @@
 import os
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Final, Self, TypeAlias, final
+from typing import Final, Self, final
 
 import torch
 from torch import Tensor
 
-from parallel_runtime.comm.communicator import Communicator, Operation, ReduceOp, Work
+from parallel_runtime.comm.communicator import Bytes, Communicator, Operation, ReduceOp, Work
 from parallel_runtime.comm.shm.geometry import MAX_MEMBERS, Geometry, choose_geometries
 from parallel_runtime.comm.shm.p2p import Mailbox
 from parallel_runtime.comm.shm.planner import Planner
@@ -20,9 +20,8 @@ from parallel_runtime.comm.shm.symmetric import SymmetricBuffer
 from parallel_runtime.comm.shm.waiting import Bells, Errands, Liveness, Waiter
 from parallel_runtime.errors import ArgumentError, ContextStateError, PeerFailedError, PeerLostError
 
-__all__ = ["Bytes", "ShmCommunicator"]
+__all__ = ["ShmCommunicator"]
 
-Bytes: TypeAlias = bytes | bytearray | memoryview
 """What ``broadcast_bytes`` takes and gives."""
 
 _MAX_PLANS: Final = 512
