@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from parallel_runtime.comm.communicator import Communicator
-from parallel_runtime.comm.diagnosis import Failure
+from parallel_runtime.comm.diagnosis import Failure, odd_members
 from parallel_runtime.comm.groups import GroupSpec
 from parallel_runtime.comm.recorder import Entry, describe
 from parallel_runtime.errors import ArgumentError, CollectiveMismatchError, ContextStateError, GroupBusyError, PeerError
@@ -117,7 +117,9 @@ class GroupCore:
         if not bool((rows == mine).all()):
             entered = [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in rows]
             table = "; ".join(f"member {member} entered {what}" for member, what in enumerate(entered))
-            raise CollectiveMismatchError(f"the members entered different operations: {table}")
+            error = CollectiveMismatchError(f"the members entered different operations: {table}")
+            error.members = odd_members(dict(enumerate(entered)), self.control.rank_in_group)
+            raise error
         return call(*args)
 
     def named(self, exc: PeerError, operation: str, tensor: Tensor | None, sequence: int, seconds: float) -> PeerError:

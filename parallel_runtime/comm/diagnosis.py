@@ -1,13 +1,29 @@
 """The seam through which a group learns why its peers do not come. Whoever opens groups may install somebody who knows."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import final
 
 from parallel_runtime.errors import PeerError
 
-__all__ = ["Diagnostician", "Failure"]
+__all__ = ["Diagnostician", "Failure", "odd_members"]
+
+
+def odd_members(said: Mapping[int, str], member: int) -> tuple[int, ...]:
+    """Who is at fault where the members of a group entered different operations.
+
+    Args:
+        said: What each member that has come entered.
+        member: The one that asks.
+
+    Returns:
+        Those that differ from more than half of them; where nothing is that common, those that differ from ``member``.
+    """
+    usual, count = Counter(said.values()).most_common(1)[0]
+    reference = usual if 2 * count > len(said) else said[member]
+    return tuple(other for other, what in sorted(said.items()) if what != reference)
 
 
 @final

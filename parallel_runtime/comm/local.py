@@ -5,6 +5,7 @@ it waits for has left, and whether every rank of the hub waits.
 """
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from time import monotonic
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from parallel_runtime.comm.communicator import Communicator, Operation, ReduceOp, Work
+from parallel_runtime.comm.diagnosis import odd_members
 from parallel_runtime.comm.tensors import fold
 from parallel_runtime.errors import ArgumentError, CollectiveMismatchError, PeerError, PeerLostError, PeerTimeoutError
 
@@ -65,6 +67,7 @@ class _Wait:
     alarm: Callable[[], PeerError | None]
     thread: int = field(default_factory=threading.get_ident)
     verdict: str = ""
+    culprits: Sequence[int] = ()
 
 
 @final
@@ -129,7 +132,9 @@ class LocalHub:
                 if stuck and suspected == self._progress:
                     self._condemn()
                 if wait.verdict:
-                    raise CollectiveMismatchError(wait.verdict)
+                    deadlock = CollectiveMismatchError(wait.verdict)
+                    deadlock.ranks = tuple(rank for rank in wait.culprits if rank != wait.rank) or tuple(wait.absent())
+                    raise deadlock
                 self._raise_lost(wait)
                 suspected = self._progress if stuck else -1
                 left_s = until - monotonic()
@@ -168,8 +173,11 @@ class LocalHub:
     def _condemn(self) -> None:
         """Give every waiting thread the same verdict."""
         table = self._table()
+        waited_for = Counter(rank for wait in self._waits for rank in wait.absent())
+        culprits = [rank for rank, count in waited_for.items() if count == max(waited_for.values())]
         for wait in self._waits:
             wait.verdict = f"every rank waits and none can go on: {table}"
+            wait.culprits = culprits
         self._moved()
 
     def _table(self) -> str:
@@ -343,7 +351,10 @@ class LocalCommunicator(Communicator):
                 if slot.finished == self.world_size:
                     del group.slots[index]
             if slot.error is not None:
-                raise type(slot.error)(str(slot.error))
+                error = type(slot.error)(str(slot.error))
+                error.ranks = slot.error.ranks
+                error.members = odd_members({member: entry[0] for member, entry in slot.entries.items()}, self.rank_in_group)
+                raise error
             return [slot.entries[member][1] for member in range(self.world_size)]
 
     def _take(self, tensor: Tensor, letter: tuple[int, int, int, int], timeout_s: float) -> None:

@@ -15,10 +15,11 @@ from parallel_runtime.comm.local import LocalCommunicator, LocalHub
 from parallel_runtime.comm.select import GroupFacts, PlannedCommunicator, choose_communicators
 from parallel_runtime.comm.shm import Errands, ShmCommunicator, Unavailable
 from parallel_runtime.comm.shm.stores import StoreAdapter
-from parallel_runtime.errors import ConfigError
+from parallel_runtime.context.rendezvous import Meeting
+from parallel_runtime.errors import ConfigError, PeerError
 from parallel_runtime.terms import Rank
 
-__all__ = ["Connection", "Connector", "ProcessConnector", "connect_fake", "local_connector"]
+__all__ = ["Connection", "Connector", "ProcessConnector", "connect_fake", "local_connector", "telling_connector"]
 
 _logger = logging.getLogger(__name__)
 
@@ -72,6 +73,33 @@ def local_connector(hub: LocalHub) -> Connector:
         return Connection(data=communicator, control=communicator)
 
     return connect
+
+
+def telling_connector(connect: Connector, meeting: Meeting) -> Connector:
+    """Let an error of connecting say which members never came to do so.
+
+    Args:
+        connect: Opens a connection.
+        meeting: Where the members note that they have come.
+
+    Returns:
+        The connector.
+    """
+
+    def connect_or_tell(key: str, ranks: tuple[Rank, ...], rank_in_group: int) -> Connection:
+        meeting.arrive(f"opening/{key}")
+        try:
+            return connect(key, ranks, rank_in_group)
+        except PeerError as exc:
+            absent = meeting.absent(f"opening/{key}", ranks)
+            if not absent:
+                raise
+            names = "; ".join(f"rank {rank} {why}" for rank, why in absent.items())
+            error = type(exc)(f"a group of ranks {list(ranks)} did not come together: {names} ({exc})")
+            error.ranks = tuple(absent)
+            raise error from exc
+
+    return connect_or_tell
 
 
 @final

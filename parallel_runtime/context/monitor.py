@@ -18,7 +18,7 @@ from parallel_runtime.context.control import Address, Answering, ask_all
 from parallel_runtime.context.rendezvous import Meeting
 from parallel_runtime.context.reports import Report, make_report
 from parallel_runtime.context.story import Departure, Evidence, tell
-from parallel_runtime.errors import PeerError, PeerLostError, PeerTimeoutError
+from parallel_runtime.errors import CollectiveMismatchError, PeerError, PeerLostError, PeerTimeoutError
 
 __all__ = ["Monitor"]
 
@@ -160,7 +160,7 @@ class Monitor(Diagnostician):
             group = f"[members of {failure.group}: ranks {failure.ranks}]"
             error = type(failure.error)(f"{head}: {failure.error} {group}")
             error.ranks = failure.error.ranks or tuple(failure.ranks[member] for member in failure.error.members)
-            self._blamed = error.ranks
+            self._blamed = (*error.ranks, self._meeting.rank) if isinstance(error, CollectiveMismatchError) else error.ranks
             return error
         members = failure.error.members or range(len(failure.ranks))
         suspects = [rank for rank in (failure.ranks[member] for member in members) if rank != failure.rank]

@@ -25,6 +25,7 @@ from typing import final
 import torch
 
 from parallel_runtime.comm.c10d import Store, prefix_store
+from parallel_runtime.context.liveness import has_ended
 from parallel_runtime.errors import RendezvousError
 from parallel_runtime.terms import Rank
 
@@ -134,6 +135,43 @@ class Meeting:
                 for key in self.room.list_keys():
                     if key != _SURVIVORS:  # a rank that was given up may still come and ask
                         self.room.delete_key(key)
+
+    def arrive(self, topic: str) -> None:
+        """Note that this rank has come to something that several ranks do together.
+
+        Args:
+            topic: Equal on these ranks, and used once.
+
+        Raises:
+            RendezvousError: The store is gone.
+        """
+        try:
+            self.room.set(f"{topic}/{self.rank}", "here")
+        except RuntimeError as error:
+            raise RendezvousError(f"the store in which the ranks meet is gone: {_first_line(error)}") from error
+
+    def absent(self, topic: str, ranks: Sequence[int]) -> dict[int, str]:
+        """Who did not come to it, and why.
+
+        Args:
+            topic: As for ``arrive``.
+            ranks: Who should have.
+
+        Returns:
+            A clause that follows "rank N" for each that never came, left since, or has ended; nothing if the store is gone.
+        """
+        found: dict[int, str] = {}
+        with suppress(RuntimeError):
+            roster = self.roster()
+            for rank in ranks:
+                member = roster.get(rank)
+                if self.room.check([f"left/{rank}"]):
+                    found[rank] = f"has left ({self.room.get(f'left/{rank}').decode()})"
+                elif member and member.host == roster[self.rank].host and has_ended(member.pid):
+                    found[rank] = f"({member.is_where}) has ended"
+                elif not self.room.check([f"{topic}/{rank}"]):
+                    found[rank] = "never came to open it"
+        return found
 
     def announce_survivor(self) -> None:
         """Say that this rank means to go on, before its connections go and others take it for lost."""

@@ -29,10 +29,12 @@ class Departure:
     Attributes:
         text: A clause that follows "rank N".
         follows: Whether it went because of another rank, so that it is not the cause.
+        blamed: World ranks that it blamed, where it follows.
     """
 
     text: str
     follows: bool = False
+    blamed: tuple[int, ...] = ()
 
 
 @final
@@ -80,10 +82,12 @@ def tell(failure: Failure, suspects: Sequence[int], evidence: Evidence) -> PeerE
         error.ranks = tuple(odd)
         return error
     if causes or (gone and all(rank in gone for rank in blamed)):
-        causes = causes or blamed or gone
-        body = _body(failure, causes, evidence)
-        error = PeerLostError(f"{head} lost {_ranks(causes)} {members} after {_seconds(failure)}.{body}")
-        error.ranks = tuple(causes)
+        passed_on = sorted({rank for each in gone for rank in evidence.departures[each].blamed} - {failure.rank})
+        lost = causes or blamed or gone
+        whose = f", which had failed because of {_ranks(passed_on)}" if passed_on and not causes else ""
+        body = _body(failure, lost, evidence)
+        error = PeerLostError(f"{head} lost {_ranks(lost)} {members} after {_seconds(failure)}{whose}.{body}")
+        error.ranks = tuple(causes or passed_on or lost)
         return error
     gave_up = [rank for rank in suspects if rank not in blamed]
     whom = f"{_ranks(blamed or suspects)} {members}"
