@@ -35,7 +35,7 @@ class LeaderDesk:
         vocab_size: Token ids below this exist.
 
     Attributes:
-        num_told: Messages read so far that may bring work to some replica, or end it; all leaders of one front are told as many.
+        num_told: Messages read so far that may bring work to some replica; in the end all leaders of one front are told as many.
         is_over: Whether the front process wants an end, or is gone.
     """
 
@@ -60,7 +60,7 @@ class LeaderDesk:
         requests: dict[str, Request] = {}
         aborts: dict[str, None] = {}
         for message in self._read(wait_s):
-            self.num_told += not isinstance(message, Abort)
+            self.num_told += isinstance(message, Submit | Wake)
             match message:
                 case Submit(request=request):
                     self._accept(request, requests)
@@ -74,9 +74,7 @@ class LeaderDesk:
                     self.is_over = True
                 case Wake():
                     pass
-        if self._is_front_gone and not self.is_over:
-            self.is_over = True
-            self.num_told += 1
+        self.is_over = self.is_over or self._is_front_gone
         if self.is_over:
             return Step(sampled=sampled, aborts=self._policy.alive, shutdown=True)
         return Step(sampled=sampled, aborts=tuple(aborts), requests=tuple(requests.values()))

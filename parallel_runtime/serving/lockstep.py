@@ -3,7 +3,7 @@
 In each turn the leaders agree on one thing: whether some replica computes, so that all do, those without requests on no tokens.
 When nobody has anything to do they fall asleep together, each on its own link to the front, and communicate no more. A message
 that may bring work reaches all leaders (a request one of them, a ``Wake`` the others), so they count these messages: as long as
-the counts differ one is still on its way, and nobody sleeps.
+the counts differ one is still on its way, and nobody sleeps. A leader that is told to leave waits for the others' next agreement.
 """
 
 from typing import NamedTuple, final
@@ -71,9 +71,9 @@ class Lockstep:
         Raises:
             PeerError: A leader failed or left.
 
-        Collective: one small message of every leader; none while all sleep.
+        Collective: one small message of every leader; none while they sleep.
         """
-        if self.is_asleep and num_told == self._num_told:
+        if self.is_asleep and num_told == self._num_told and not leaves:
             return Turn(together=False, is_over=False)
         self._num_told = num_told
         said: list[tuple[bool, bool, int, bool]] = self._leaders.all_gather_object((starts, is_busy, num_told, leaves))

@@ -116,7 +116,7 @@ class Scheduler:
 
     def _collect(self, desk: LeaderDesk) -> Step:
         can_sleep = self.policy.is_idle if self._lockstep is None else self._lockstep.is_asleep
-        wait_s = self._control_s / _HEARTBEATS_PER_DEADLINE if can_sleep else 0.0
+        wait_s = self._control_s / _HEARTBEATS_PER_DEADLINE if can_sleep and not desk.is_over else 0.0
         return desk.collect(self._worker.finish() if self._must_finish() else None, wait_s=wait_s)
 
     def _agree(self, step: Step, batch: Batch, lockstep: Lockstep) -> Step:

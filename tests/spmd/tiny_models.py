@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 
+from parallel_runtime.layers import ExpertGroups
 from parallel_runtime.models import SlotKvCache, load_model, open_checkpoint
 from parallel_runtime.testing.checkpoints import tiny_llama_config, write_safetensors_checkpoint
 from tests.unit.layers.ranks import alone
@@ -24,20 +25,21 @@ def write_tiny_model(folder: Path, **changes: object) -> Path:
 @torch.inference_mode()
 def greedy_reference(model: Path, prompts: Sequence[Sequence[int]], count: int) -> list[tuple[int, ...]]:
     """``count`` greedy tokens after each prompt: one rank, one prompt at a time, everything computed again for every token."""
+    one = alone()
     with open_checkpoint(model) as checkpoint:
-        llama = load_model(checkpoint, tp=alone())
+        lone = load_model(checkpoint, tp=one, experts=ExpertGroups(tp=one, ep=one, etp=one))
     results = []
     for prompt in prompts:
         tokens = list(prompt)
         for _ in range(count):
             cache = SlotKvCache(
-                num_layers=len(llama.layers),
-                num_kv_heads=llama.num_kv_heads,
-                head_dim=llama.head_dim,
+                num_layers=len(lone.layers),
+                num_kv_heads=lone.num_kv_heads,
+                head_dim=lone.head_dim,
                 num_slots=1,
                 max_length=len(tokens),
             )
-            hidden = llama(torch.tensor(tokens), torch.arange(len(tokens)), cache.step([0], [len(tokens)]))
-            tokens.append(int(llama.greedy(hidden[-1:])))
+            hidden = lone(torch.tensor(tokens), torch.arange(len(tokens)), cache.step([0], [len(tokens)]))
+            tokens.append(int(lone.greedy(hidden[-1:])))
         results.append(tuple(tokens[len(prompt) :]))
     return results

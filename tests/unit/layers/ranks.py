@@ -9,9 +9,16 @@ from parallel_runtime.context import ParallelContext
 from parallel_runtime.launch import run_threads
 from parallel_runtime.terms import Rank
 
-__all__ = ["alone", "on_ranks", "outcomes"]
+__all__ = ["alone", "on_ranks", "outcomes", "sizes_of"]
 
 _T = TypeVar("_T")
+
+
+def sizes_of(parallel: ParallelConfig) -> str:
+    """A short name for a test's parameter."""
+    axes = ("tp", "pp", "dp", "ep", "etp")
+    order = "" if parallel.order == ("tp", "cp", "dp", "pp") else " order " + "-".join(parallel.order)
+    return " ".join(f"{axis}={getattr(parallel, axis)}" for axis in axes if getattr(parallel, axis) > 1) + order or "one rank"
 
 
 def on_ranks(world_size: int, work: Callable[[GroupCoordinator], _T]) -> list[_T]:

@@ -20,7 +20,7 @@ from parallel_runtime.layers import (
     RowParallelLinear,
     SharedExpert,
 )
-from tests.unit.layers.ranks import alone
+from tests.unit.layers.ranks import alone, sizes_of
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -110,25 +110,25 @@ def check(parallel: ParallelConfig, weights: Weights, counts: tuple[int, ...]) -
     run_threads(run, parallel)
 
 
-@pytest.mark.parametrize("parallel", LAYOUTS, ids=repr)
+@pytest.mark.parametrize("parallel", LAYOUTS, ids=sizes_of)
 def test_a_mixture_equals_the_plain_loop(parallel: ParallelConfig) -> None:
     for normalize in (True, False):
         check(parallel, Weights(normalize=normalize), (5, 0, 2))
 
 
-@pytest.mark.parametrize("parallel", LAYOUTS, ids=repr)
+@pytest.mark.parametrize("parallel", LAYOUTS, ids=sizes_of)
 def test_nothing_is_dropped_when_all_tokens_want_the_same_experts(parallel: ParallelConfig) -> None:
     weights = Weights()
     weights.router.zero_()  # all experts are equally likely, so the first ones win every token
     check(parallel, weights, (40, 1, 17))
 
 
-@pytest.mark.parametrize("parallel", LAYOUTS, ids=repr)
+@pytest.mark.parametrize("parallel", LAYOUTS, ids=sizes_of)
 def test_no_tokens_anywhere_are_a_step_as_well(parallel: ParallelConfig) -> None:
     check(parallel, Weights(), (0, 0, 0))
 
 
-@pytest.mark.parametrize("parallel", LAYOUTS, ids=repr)
+@pytest.mark.parametrize("parallel", LAYOUTS, ids=sizes_of)
 def test_full_state_is_what_was_loaded(parallel: ParallelConfig) -> None:
     weights = Weights()
 

@@ -25,6 +25,7 @@ from parallel_runtime.serving.messages import (
     Shutdown,
     StepOutput,
     Submit,
+    Wake,
     decode_front,
     encode,
 )
@@ -247,3 +248,18 @@ def test_tokens_balance_where_that_is_asked_for() -> None:
     for front, leader in pairs:
         front.close()
         leader.close()
+
+
+def test_in_lockstep_every_leader_hears_of_every_request() -> None:
+    with ExitStack() as stack:
+        pairs = [Pipe() for _ in range(3)]
+        for front, leader in pairs:
+            stack.enter_context(front)
+            stack.enter_context(leader)
+        controller = DataParallelController([front for front, _ in pairs], policy=BalancePolicy.ROUND_ROBIN, lockstep=True)
+        stage = Stage(controller, [leader for _, leader in pairs])
+        for name in ("a", "b"):
+            controller.submit(make(name), stage.sink)
+        assert stage.heard(0) == [Submit(make("a")), Wake()]
+        assert stage.heard(1) == [Wake(), Submit(make("b"))]
+        assert stage.heard(2) == [Wake(), Wake()]

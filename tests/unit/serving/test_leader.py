@@ -21,6 +21,7 @@ from parallel_runtime.serving.messages import (
     Step,
     StepOutput,
     Submit,
+    Wake,
     decode_leader,
     encode,
 )
@@ -113,3 +114,20 @@ def test_bytes_that_are_no_message(office: Office) -> None:
     office.front.send_bytes(b"\xc1")
     with pytest.raises(SerializationError, match="1 bytes are not the message expected here"):
         office.desk.collect(None, wait_s=1.0)
+
+
+def test_messages_that_may_bring_work_are_counted(office: Office) -> None:
+    office.say(Submit(make("a")), Wake(), Abort("a"), Submit(make("b", 100)), Wake())
+    assert office.desk.collect(None, wait_s=0.0).requests == ()
+    assert office.desk.num_told == 4, "one that is refused was told to the other leaders as well"
+    assert not office.desk.is_over
+    office.say(Shutdown())
+    assert office.desk.collect(None, wait_s=0.0).shutdown
+    assert (office.desk.num_told, office.desk.is_over) == (4, True)
+    assert office.desk.collect(None, wait_s=0.0).shutdown, "it stays over, as long as other leaders go on"
+
+
+def test_a_front_that_is_gone_is_over(office: Office) -> None:
+    office.front.close()
+    assert office.desk.collect(None, wait_s=0.0).shutdown
+    assert office.desk.is_over
