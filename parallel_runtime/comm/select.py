@@ -4,11 +4,19 @@ The plan and the context both ask here, so what a plan says is what a context op
 """
 
 from dataclasses import dataclass
-from typing import Literal, TypeAlias, final
+from typing import Final, Literal, TypeAlias, final
 
 from parallel_runtime.comm.shm.geometry import MAX_MEMBERS
 
-__all__ = ["CommunicatorKind", "GroupFacts", "Plane", "PlannedBackend", "PlannedCommunicator", "choose_communicators"]
+__all__ = [
+    "WAY_INSIDE",
+    "CommunicatorKind",
+    "GroupFacts",
+    "Plane",
+    "PlannedBackend",
+    "PlannedCommunicator",
+    "choose_communicators",
+]
 
 CommunicatorKind: TypeAlias = Literal["c10d", "shm", "local", "fake"]
 """What moves the bytes: torch's own backends, shared memory, threads, or nothing at all."""
@@ -18,6 +26,9 @@ PlannedBackend: TypeAlias = Literal["gloo", "nccl", "local", "fake"]
 
 Plane: TypeAlias = Literal["control", "data", "both"]
 """CPU messages, tensors, or both."""
+
+WAY_INSIDE: Final = "inside a host: all_reduce, reduce_scatter, all_gather, broadcast, messages"
+"""What members on several hosts do through memory, at any size."""
 
 
 @final
@@ -99,6 +110,8 @@ def _between_cpus(facts: GroupFacts, plane: Plane) -> tuple[PlannedCommunicator,
     if facts.uses_shm and facts.num_hosts == 1 and size <= MAX_MEMBERS:
         reason = "messages on one host" if plane == "control" else "ranks of one host"
         return (PlannedCommunicator(kind="shm", plane=plane, reason=reason, size=size, users=size),)
+    if facts.uses_shm and facts.is_mixed and plane == "both" and facts.most_on_host <= MAX_MEMBERS:
+        return _hierarchy(facts)
     if facts.num_hosts > 1:
         reason = "messages between hosts" if plane == "control" else "several hosts"
     elif facts.uses_shm:
@@ -106,3 +119,12 @@ def _between_cpus(facts: GroupFacts, plane: Plane) -> tuple[PlannedCommunicator,
     else:
         reason = "messages" if plane == "control" else "shared memory is off"
     return (PlannedCommunicator(kind="c10d", backend="gloo", plane=plane, reason=reason, size=size, users=size),)
+
+
+def _hierarchy(facts: GroupFacts) -> tuple[PlannedCommunicator, ...]:
+    size, hosts, most = facts.world_size, facts.num_hosts, facts.most_on_host
+    return (
+        PlannedCommunicator(kind="c10d", backend="gloo", reason="all members: what goes straight", size=size, users=size),
+        PlannedCommunicator(kind="shm", reason=WAY_INSIDE, size=most, users=size),
+        PlannedCommunicator(kind="c10d", backend="gloo", reason="one member of each host", size=hosts, users=hosts),
+    )

@@ -11,12 +11,13 @@ import torch
 from parallel_runtime.comm.c10d import C10dCommunicator, Store, gloo_device
 from parallel_runtime.comm.communicator import Communicator
 from parallel_runtime.comm.fake import FakeCommunicator
+from parallel_runtime.comm.hierarchy import HierarchicalCommunicator, HostSplit
 from parallel_runtime.comm.local import LocalCommunicator, LocalHub
-from parallel_runtime.comm.select import GroupFacts, PlannedCommunicator, choose_communicators
+from parallel_runtime.comm.select import WAY_INSIDE, GroupFacts, PlannedCommunicator, choose_communicators
 from parallel_runtime.comm.shm import Errands, ShmCommunicator, Unavailable
 from parallel_runtime.comm.shm.stores import StoreAdapter
 from parallel_runtime.context.rendezvous import Meeting
-from parallel_runtime.errors import ConfigError, PeerError
+from parallel_runtime.errors import ConfigError, PeerError, RendezvousError
 from parallel_runtime.terms import Rank
 
 __all__ = ["Connection", "Connector", "ProcessConnector", "connect_fake", "local_connector", "telling_connector"]
@@ -150,6 +151,7 @@ class ProcessConnector:
 
         Raises:
             ConfigError: Memory cannot be shared, and ``shm`` is ``"on"``.
+            RendezvousError: A member did not take part in time.
 
         Collective: the members of the group, and nobody else.
         """
@@ -161,23 +163,67 @@ class ProcessConnector:
             backend="nccl" if self._backend == "nccl" else "gloo",
             uses_shm=self._shm != "off",
         )
-        opened = {planned.plane: self._open(planned, key, ranks, rank_in_group) for planned in choose_communicators(facts)}
+        chosen = choose_communicators(facts)
+        if len({planned.kind for planned in chosen if planned.plane == "both"}) > 1:
+            mixed = self._open_hierarchy(key, ranks, rank_in_group)
+            return Connection(data=mixed, control=mixed)
+        opened = {planned.plane: self._open(planned, key, ranks, rank_in_group) for planned in chosen}
         control = opened.get("both") or opened["control"]
         return Connection(data=opened.get("data", control), control=control)
 
     def _open(self, planned: PlannedCommunicator, key: str, ranks: tuple[Rank, ...], rank_in_group: int) -> Communicator:
         if planned.kind == "c10d":
             return self._open_c10d(f"{key}/{planned.plane}", ranks, rank_in_group, planned.backend, planned.reason)
-        made = ShmCommunicator.create(
-            StoreAdapter(self._store), f"{key}/shm", rank_in_group, len(ranks), self._timeout_s, errands=self._errands
-        )
-        if not isinstance(made, Unavailable):
+        made = self._share(f"{key}/shm", len(ranks), rank_in_group)
+        if isinstance(made, ShmCommunicator):
             made.reason = planned.reason
             return made
-        if self._shm == "on":
-            raise ConfigError(f'shm="on", but ranks {ranks} cannot share memory: {made.reason}; shm="auto" falls back to gloo')
-        _logger.warning("ranks %s cannot share memory and talk over gloo: %s", ranks, made.reason)
+        assert made is not None
+        self._fall_back(ranks, made.reason)
         return self._open_c10d(f"{key}/control", ranks, rank_in_group, "gloo", f"no shared memory: {made.reason}")
+
+    def _open_hierarchy(self, key: str, ranks: tuple[Rank, ...], rank_in_group: int) -> Communicator:
+        """Members on several hosts: all have shared memory inside their hosts, or none uses it."""
+        split = HostSplit([self._hosts[rank] for rank in ranks], rank_in_group)
+        flat = self._open_c10d(f"{key}/both", ranks, rank_in_group, "gloo", "several hosts")
+        made = self._share(f"{key}/shm {split.host}", len(split.local), split.spot_of(rank_in_group))
+        why_not = self._compare(key, split, rank_in_group, made.reason if isinstance(made, Unavailable) else "")
+        if isinstance(made, Unavailable) or why_not:
+            if isinstance(made, ShmCommunicator):
+                made.close()
+            self._fall_back(ranks, why_not)
+            flat.reason = f"no shared memory: {why_not}"
+            return flat
+        between = None
+        if rank_in_group in split.leaders:
+            leaders = tuple(ranks[leader] for leader in split.leaders)
+            between = self._open_c10d(f"{key}/leaders", leaders, split.host, "gloo", "one member of each host")
+        mixed = HierarchicalCommunicator(split, rank_in_group, flat=flat, inside=made, between=between)
+        mixed.reason = f"{WAY_INSIDE}; the rest straight over c10d"
+        return mixed
+
+    def _share(self, key: str, world_size: int, rank_in_group: int) -> ShmCommunicator | Unavailable | None:
+        """Shared memory of some ranks of this host; ``None`` where this one is alone."""
+        if world_size == 1:
+            return None
+        store = StoreAdapter(self._store)
+        return ShmCommunicator.create(store, key, rank_in_group, world_size, self._timeout_s, errands=self._errands)
+
+    def _compare(self, key: str, split: HostSplit, rank_in_group: int, reason: str) -> str:
+        """Why some host cannot share memory, equal on all members; ``""`` where all can."""
+        store = StoreAdapter(self._store)
+        if rank_in_group == split.local[0]:
+            store.set(f"{key}/inside/{split.host}", reason.encode() or b"-")
+        try:
+            told = [store.get(f"{key}/inside/{host}", self._timeout_s).decode() for host in range(len(split.members))]
+        except TimeoutError as exc:
+            raise RendezvousError(f"a host of the group did not say whether its ranks share memory: {exc}") from exc
+        return "; ".join(f"host no. {host}: {text}" for host, text in enumerate(told) if text != "-")
+
+    def _fall_back(self, ranks: tuple[Rank, ...], reason: str) -> None:
+        if self._shm == "on":
+            raise ConfigError(f'shm="on", but ranks {ranks} cannot share memory: {reason}; shm="auto" falls back to gloo')
+        _logger.warning("ranks %s cannot share memory and talk over gloo: %s", ranks, reason)
 
     def _open_c10d(self, key: str, ranks: tuple[Rank, ...], rank_in_group: int, backend: str, reason: str) -> Communicator:
         is_gloo = backend == "gloo"

@@ -1,0 +1,213 @@
+"""Members on several hosts: shared memory inside a host, a backend between hosts.
+
+Each host has a leader, its first member in group order. What every member needs crosses the network once per host, and the rest
+moves at the speed of memory. What only some members need goes straight.
+"""
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import final
+
+import torch
+from torch import Tensor
+
+from parallel_runtime.comm.communicator import Communicator, Operation, ReduceOp, Work
+from parallel_runtime.errors import PeerError
+
+__all__ = ["HierarchicalCommunicator", "HostSplit"]
+
+
+@final
+class HostSplit:
+    """How the members of a group lie on hosts; equal on every member.
+
+    Args:
+        hosts: The host of every member, in group order.
+        rank_in_group: This member.
+
+    Attributes:
+        members: Per host, in the order of their first members, its members.
+        host: Number of this member's host.
+        local: Members of this host.
+        leaders: The first member of every host.
+    """
+
+    def __init__(self, hosts: Sequence[Hashable], rank_in_group: int) -> None:
+        names = list(dict.fromkeys(hosts))
+        self.members = tuple(tuple(member for member, host in enumerate(hosts) if host == name) for name in names)
+        self.host = names.index(hosts[rank_in_group])
+        self.local = self.members[self.host]
+        self.leaders = tuple(members[0] for members in self.members)
+        self._place = {member: (host, spot) for host, members in enumerate(self.members) for spot, member in enumerate(members)}
+
+    def host_of(self, member: int) -> int:
+        """Number of the host of ``member``."""
+        return self._place[member][0]
+
+    def spot_of(self, member: int) -> int:
+        """Position of ``member`` among the members of its host."""
+        return self._place[member][1]
+
+
+@final
+class HierarchicalCommunicator(Communicator):
+    """all_reduce, all_gather, broadcast and barrier by way of the hosts' leaders; everything else straight between members.
+
+    Args:
+        split: Where the members are.
+        rank_in_group: This member.
+        flat: Connects all members.
+        inside: Connects the members of this host; ``None`` where this one is alone.
+        between: Connects the leaders; ``None`` on other members.
+    """
+
+    kind = "shm in hosts, c10d between"
+
+    def __init__(
+        self,
+        split: HostSplit,
+        rank_in_group: int,
+        *,
+        flat: Communicator,
+        inside: Communicator | None,
+        between: Communicator | None,
+    ) -> None:
+        self.world_size = flat.world_size
+        self.rank_in_group = rank_in_group
+        self._split = split
+        self._flat = flat
+        self._inside = inside
+        self._between = between
+
+    def supports(self, operation: Operation, dtype: torch.dtype, nbytes: int) -> bool:
+        """What all of its parts support."""
+        parts = (self._flat, self._inside, self._between)
+        return all(part is None or part.supports(operation, dtype, nbytes) for part in parts)
+
+    def all_reduce_(self, tensor: Tensor, op: ReduceOp, timeout_s: float) -> None:
+        """Reduce to the leader, over the leaders, and back; avg divides once, at the end."""
+        step = ReduceOp.SUM if op is ReduceOp.AVG else op
+        with self._on_host():
+            if self._inside is not None:
+                self._inside.all_reduce_(tensor, step, timeout_s)
+        if self._between is not None:
+            with self._among_leaders():
+                self._between.all_reduce_(tensor, step, timeout_s)
+        self._spread(tensor, timeout_s)
+        if op is ReduceOp.AVG:
+            tensor.div_(self.world_size)
+
+    def all_gather(self, output: Tensor, tensor: Tensor, timeout_s: float) -> None:
+        """Gather on each host, exchange between leaders, and hand on what came."""
+        split = self._split
+        order = [member for members in split.members for member in members]
+        is_in_order = order == sorted(order)
+        rows = output if is_in_order else torch.empty_like(output)
+        blocks = torch.split(rows, [len(members) for members in split.members])
+        with self._on_host():
+            if self._inside is None:
+                blocks[split.host].copy_(tensor.unsqueeze(0))
+            else:
+                self._inside.all_gather(blocks[split.host], tensor, timeout_s)
+        if self._between is not None:
+            with self._among_leaders():
+                self._between.all_gatherv(blocks, blocks[split.host].clone(), timeout_s)
+        self._spread(rows, timeout_s)
+        if not is_in_order:
+            output[order] = rows
+
+    def broadcast_(self, tensor: Tensor, src: int, timeout_s: float) -> None:
+        """To the leader of the source's host, to the other leaders, and on each host from there."""
+        split, source = self._split, self._split.host_of(src)
+        if split.host == source:
+            with self._on_host():
+                if self._inside is not None:
+                    self._inside.broadcast_(tensor, split.spot_of(src), timeout_s)
+        if self._between is not None:
+            with self._among_leaders():
+                self._between.broadcast_(tensor, source, timeout_s)
+        if split.host != source:
+            self._spread(tensor, timeout_s)
+
+    def barrier(self, timeout_s: float) -> None:
+        """Hosts first, then leaders, then hosts again."""
+        for part, where in ((self._inside, self._on_host), (self._between, self._among_leaders), (self._inside, self._on_host)):
+            if part is not None:
+                with where():
+                    part.barrier(timeout_s)
+
+    def all_gatherv(self, outputs: Sequence[Tensor], tensor: Tensor, timeout_s: float) -> None:
+        """Straight."""
+        self._flat.all_gatherv(outputs, tensor, timeout_s)
+
+    def reduce_scatter(self, output: Tensor, tensor: Tensor, op: ReduceOp, timeout_s: float) -> None:
+        """An all-reduce of which one row is kept."""
+        work = tensor.clone()
+        self.all_reduce_(work, op, timeout_s)
+        output.copy_(work[self.rank_in_group])
+
+    def all_to_allv(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], timeout_s: float) -> None:
+        """Straight."""
+        self._flat.all_to_allv(outputs, inputs, timeout_s)
+
+    def reduce(self, output: Tensor | None, tensor: Tensor, dst: int, op: ReduceOp, timeout_s: float) -> None:
+        """Straight."""
+        self._flat.reduce(output, tensor, dst, op, timeout_s)
+
+    def gather(self, outputs: Sequence[Tensor] | None, tensor: Tensor, dst: int, timeout_s: float) -> None:
+        """Straight."""
+        self._flat.gather(outputs, tensor, dst, timeout_s)
+
+    def scatter(self, output: Tensor, inputs: Sequence[Tensor] | None, src: int, timeout_s: float) -> None:
+        """Straight."""
+        self._flat.scatter(output, inputs, src, timeout_s)
+
+    def isend(self, tensor: Tensor, dst: int, tag: int) -> Work:
+        """Through memory to a member of this host, else straight."""
+        part, peer = self._way_to(dst)
+        return part.isend(tensor, peer, tag)
+
+    def irecv(self, tensor: Tensor, src: int, tag: int) -> Work:
+        """Through memory from a member of this host, else straight."""
+        part, peer = self._way_to(src)
+        return part.irecv(tensor, peer, tag)
+
+    def close(self) -> None:
+        """Close all parts."""
+        for part in (self._inside, self._between, self._flat):
+            if part is not None:
+                part.close()
+
+    def _way_to(self, member: int) -> tuple[Communicator, int]:
+        if self._inside is not None and self._split.host_of(member) == self._split.host:
+            return self._inside, self._split.spot_of(member)
+        return self._flat, member
+
+    def _spread(self, tensor: Tensor, timeout_s: float) -> None:
+        """From the leader to the other members of this host."""
+        if self._inside is not None:
+            with self._on_host():
+                self._inside.broadcast_(tensor, 0, timeout_s)
+
+    @contextmanager
+    def _on_host(self) -> Iterator[None]:
+        with _named(f"on this host, its members 0 to {len(self._split.local) - 1} are {self._split.local}", self.close):
+            yield
+
+    @contextmanager
+    def _among_leaders(self) -> Iterator[None]:
+        with _named(f"between hosts, where members are the leaders {self._split.leaders}", self.close):
+            yield
+
+
+@contextmanager
+def _named(where: str, give_up: Callable[[], None]) -> Iterator[None]:
+    """Say in errors which part failed. The others are closed, so that nobody on another level waits for this member."""
+    try:
+        yield
+    except PeerError as exc:
+        give_up()
+        raise type(exc)(f"{where}: {exc}") from exc
+    except BaseException:
+        give_up()
+        raise
