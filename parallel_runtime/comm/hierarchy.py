@@ -6,15 +6,19 @@ moves at the speed of memory. What only some members need goes straight.
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import final
+from typing import Final, final
 
 import torch
 from torch import Tensor
 
 from parallel_runtime.comm.communicator import Communicator, Operation, ReduceOp, Work
+from parallel_runtime.comm.tensors import as_bytes, fold
 from parallel_runtime.errors import PeerError
 
 __all__ = ["HierarchicalCommunicator", "HostSplit"]
+
+_TAG: Final = 1 << 30
+"""Above all tags of messages."""
 
 
 @final
@@ -50,6 +54,50 @@ class HostSplit:
 
 
 @final
+class _Leaders:
+    """The leaders of all hosts, who talk over connections that all members have. Results are combined in the order of hosts."""
+
+    def __init__(self, flat: Communicator, split: HostSplit) -> None:
+        self._flat = flat
+        self._host = split.host
+        self._others = [(host, leader) for host, leader in enumerate(split.leaders) if host != split.host]
+
+    def all_reduce_(self, tensor: Tensor, op: ReduceOp, timeout_s: float) -> None:
+        """Each leader combines one part of all, and hands it to the others."""
+        parts = torch.tensor_split(tensor.view(-1), len(self._others) + 1)
+        mine = parts[self._host]
+        rows = mine.new_empty((len(parts), mine.numel()))
+        rows[self._host] = mine
+        self._exchange(parts, list(rows), timeout_s)
+        mine.copy_(fold(rows, op))
+        self.all_gather(parts, timeout_s)
+
+    def all_gather(self, blocks: Sequence[Tensor], timeout_s: float) -> None:
+        """Fill every block but this host's from its leader."""
+        self._exchange([blocks[self._host]] * len(blocks), blocks, timeout_s)
+
+    def broadcast_(self, tensor: Tensor, src: int, timeout_s: float) -> None:
+        """From the leader of host ``src`` to the others."""
+        if src == self._host:
+            works = [self._flat.isend(as_bytes(tensor), leader, _TAG) for _, leader in self._others]
+        else:
+            works = [self._flat.irecv(as_bytes(tensor), dict(self._others)[src], _TAG)]
+        for work in works:
+            work.wait(timeout_s)
+
+    def _exchange(self, sent: Sequence[Tensor], received: Sequence[Tensor], timeout_s: float) -> None:
+        """Send ``sent[host]`` to the leader of each other host, and fill ``received[host]`` from it."""
+        works = []
+        for host, leader in self._others:
+            if sent[host].numel():
+                works.append(self._flat.isend(as_bytes(sent[host]), leader, _TAG))
+            if received[host].numel():
+                works.append(self._flat.irecv(as_bytes(received[host]), leader, _TAG))
+        for work in works:
+            work.wait(timeout_s)
+
+
+@final
 class HierarchicalCommunicator(Communicator):
     """all_reduce, all_gather, broadcast and barrier by way of the hosts' leaders; everything else straight between members.
 
@@ -58,31 +106,21 @@ class HierarchicalCommunicator(Communicator):
         rank_in_group: This member.
         flat: Connects all members.
         inside: Connects the members of this host; ``None`` where this one is alone.
-        between: Connects the leaders; ``None`` on other members.
     """
 
     kind = "shm in hosts, c10d between"
 
-    def __init__(
-        self,
-        split: HostSplit,
-        rank_in_group: int,
-        *,
-        flat: Communicator,
-        inside: Communicator | None,
-        between: Communicator | None,
-    ) -> None:
+    def __init__(self, split: HostSplit, rank_in_group: int, *, flat: Communicator, inside: Communicator | None) -> None:
         self.world_size = flat.world_size
         self.rank_in_group = rank_in_group
         self._split = split
         self._flat = flat
         self._inside = inside
-        self._between = between
+        self._between = _Leaders(flat, split) if rank_in_group in split.leaders else None
 
     def supports(self, operation: Operation, dtype: torch.dtype, nbytes: int) -> bool:
         """What all of its parts support."""
-        parts = (self._flat, self._inside, self._between)
-        return all(part is None or part.supports(operation, dtype, nbytes) for part in parts)
+        return all(part is None or part.supports(operation, dtype, nbytes) for part in (self._flat, self._inside))
 
     def all_reduce_(self, tensor: Tensor, op: ReduceOp, timeout_s: float) -> None:
         """Reduce to the leader, over the leaders, and back; avg divides once, at the end."""
@@ -111,7 +149,7 @@ class HierarchicalCommunicator(Communicator):
                 self._inside.all_gather(blocks[split.host], tensor, timeout_s)
         if self._between is not None:
             with self._among_leaders():
-                self._between.all_gatherv(blocks, blocks[split.host].clone(), timeout_s)
+                self._between.all_gather(blocks, timeout_s)
         self._spread(rows, timeout_s)
         if not is_in_order:
             output[order] = rows
@@ -130,11 +168,9 @@ class HierarchicalCommunicator(Communicator):
             self._spread(tensor, timeout_s)
 
     def barrier(self, timeout_s: float) -> None:
-        """Hosts first, then leaders, then hosts again."""
-        for part, where in ((self._inside, self._on_host), (self._between, self._among_leaders), (self._inside, self._on_host)):
-            if part is not None:
-                with where():
-                    part.barrier(timeout_s)
+        """An all-reduce of one byte."""
+        flag = torch.ones(1, dtype=torch.uint8)
+        self.all_reduce_(flag, ReduceOp.MAX, timeout_s)
 
     def all_gatherv(self, outputs: Sequence[Tensor], tensor: Tensor, timeout_s: float) -> None:
         """Straight."""
@@ -174,7 +210,7 @@ class HierarchicalCommunicator(Communicator):
 
     def close(self) -> None:
         """Close all parts."""
-        for part in (self._inside, self._between, self._flat):
+        for part in (self._inside, self._flat):
             if part is not None:
                 part.close()
 

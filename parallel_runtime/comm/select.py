@@ -27,7 +27,7 @@ PlannedBackend: TypeAlias = Literal["gloo", "nccl", "local", "fake"]
 Plane: TypeAlias = Literal["control", "data", "both"]
 """CPU messages, tensors, or both."""
 
-WAY_INSIDE: Final = "inside a host: all_reduce, reduce_scatter, all_gather, broadcast, messages"
+WAY_INSIDE: Final = "inside a host"
 """What members on several hosts do through memory, at any size."""
 
 
@@ -122,9 +122,8 @@ def _between_cpus(facts: GroupFacts, plane: Plane) -> tuple[PlannedCommunicator,
 
 
 def _hierarchy(facts: GroupFacts) -> tuple[PlannedCommunicator, ...]:
-    size, hosts, most = facts.world_size, facts.num_hosts, facts.most_on_host
+    size, most = facts.world_size, facts.most_on_host
     return (
-        PlannedCommunicator(kind="c10d", backend="gloo", reason="all members: what goes straight", size=size, users=size),
+        PlannedCommunicator(kind="c10d", backend="gloo", reason="between hosts", size=size, users=size),
         PlannedCommunicator(kind="shm", reason=WAY_INSIDE, size=most, users=size),
-        PlannedCommunicator(kind="c10d", backend="gloo", reason="one member of each host", size=hosts, users=hosts),
     )

@@ -194,12 +194,9 @@ class ProcessConnector:
             self._fall_back(ranks, why_not)
             flat.reason = f"no shared memory: {why_not}"
             return flat
-        between = None
-        if rank_in_group in split.leaders:
-            leaders = tuple(ranks[leader] for leader in split.leaders)
-            between = self._open_c10d(f"{key}/leaders", leaders, split.host, "gloo", "one member of each host")
-        mixed = HierarchicalCommunicator(split, rank_in_group, flat=flat, inside=made, between=between)
-        mixed.reason = f"{WAY_INSIDE}; the rest straight over c10d"
+        mixed = HierarchicalCommunicator(split, rank_in_group, flat=flat, inside=made)
+        mixed.key = flat.key
+        mixed.reason = f"memory {WAY_INSIDE} at any size; all_reduce, reduce_scatter, all_gather, broadcast cross once per host"
         return mixed
 
     def _share(self, key: str, world_size: int, rank_in_group: int) -> ShmCommunicator | Unavailable | None:

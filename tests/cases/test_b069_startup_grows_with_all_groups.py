@@ -9,7 +9,7 @@ from parallel_runtime.topology import Layout
 
 
 def thousand(device: str) -> Plan:
-    return ParallelConfig(tp=8, pp=8, dp=16, ep=8, device=device).plan(hosts=128)  # type: ignore[arg-type]  # a plain string
+    return ParallelConfig(tp=8, pp=8, dp=16, ep=8, device=device, shm="off").plan(hosts=128)  # type: ignore[arg-type]  # a plain string
 
 
 @pytest.mark.parametrize(("device", "per_group"), [("cpu", 1), ("cuda", 2)])

@@ -47,11 +47,9 @@ def everything(ctx: ParallelContext) -> None:
     all_x = [torch.arange(6, dtype=torch.float32).view(2, 3) + 10 * other for other in range(size)]
     for op, expected in (("sum", sum(all_x)), ("avg", sum(all_x) / size), ("max", all_x[-1])):
         assert torch.equal(group.all_reduce(x, op), torch.as_tensor(expected))
-    for dtype in (torch.bfloat16, torch.int16, torch.bool):
-        assert torch.equal(
-            group.all_reduce(torch.ones(5, dtype=dtype)),
-            torch.ones(5).mul(1 if dtype.is_floating_point is False and dtype is torch.bool else size).to(dtype),
-        )
+    for dtype in (torch.bfloat16, torch.int16):
+        assert torch.equal(group.all_reduce(torch.ones(5, dtype=dtype)), torch.full((5,), size, dtype=dtype))
+    assert torch.equal(group.all_reduce(torch.tensor([rank == 2, False])), torch.tensor([True, False]))
     for dim in (0, 1):
         assert torch.equal(group.all_gather(x, dim), torch.cat(all_x, dim))
     rows = torch.arange(size * 2, dtype=torch.float32).view(size, 2) + rank
@@ -83,8 +81,8 @@ def test_plan_and_group_say_how() -> None:
         return ctx.world.describe(), [str(communicator) for communicator in planned]
 
     for said in on_hosts("aabb", look, ParallelConfig(tp=4)):
-        assert "tensors over shm in hosts, c10d between (inside a host: all_reduce" in str(said)
-        assert str(said).endswith("['c10d:gloo', 'shm', 'c10d:gloo'])")
+        assert "tensors over shm in hosts, c10d between (memory inside a host at any size; all_reduce" in str(said)
+        assert str(said).endswith("['c10d:gloo', 'shm'])")
     for said in on_hosts("abcd", look, ParallelConfig(tp=4)):
         assert "tensors over c10d (several hosts), messages over c10d" in str(said)
         assert str(said).endswith("['c10d:gloo'])")

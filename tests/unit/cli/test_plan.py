@@ -48,9 +48,9 @@ def test_plan_on_a_terminal_draws_tables(capsys: Capture, monkeypatch: pytest.Mo
 def test_one_rank(capsys: Capture) -> None:
     out = run(capsys, "plan", "--tp", "8", "--dp", "-1", "--world-size", "64", "--hosts", "8", "--rank", "9")
     assert out.startswith(
-        "rank 9: tp=1 cp=0 dp=1 pp=0 ep=0 etp=1 edp=1 dcp=0; local rank 1 on host1; 3 communicators, 71 sockets"
+        "rank 9: tp=1 cp=0 dp=1 pp=0 ep=0 etp=1 edp=1 dcp=0; local rank 1 on host1; 4 communicators, 71 sockets"
     )
-    assert "etp#1    8      no             -          same ranks as tp, whose communicators it shares" in out
+    assert "etp#1    8      no             -                same ranks as tp, whose communicators it shares" in out
 
 
 def test_json_and_pictures(capsys: Capture, tmp_path: Path) -> None:

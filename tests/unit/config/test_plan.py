@@ -33,13 +33,13 @@ def test_one_rank() -> None:
     etp = next(group for group in view.groups if group.name == "etp")
     assert (etp.shares_with, etp.reason) == ("tp", "same ranks as tp, whose communicators it shares")
     assert next(group for group in view.groups if group.name == "cp").reason == "a group of one opens nothing"
-    # gloo for the world of 8 and the pair across hosts: 7 + 1 connections and one listening socket; memory for the rest
-    shared = choose_geometries(4)[0].nbytes // 4 + 2 * (choose_geometries(2)[0].nbytes // 2)
-    assert view.budget == Budget(communicators=5, sockets=9, threads=3, descriptors=20, bytes=120_000 + shared)
+    # gloo for the world of 8 and the pair across hosts: 7 + 1 connections and one listening socket; memory inside hosts
+    shared = 2 * (choose_geometries(4)[0].nbytes // 4) + 2 * (choose_geometries(2)[0].nbytes // 2)
+    assert view.budget == Budget(communicators=6, sockets=9, threads=3, descriptors=24, bytes=120_000 + shared)
 
 
 def test_budget_text() -> None:
-    assert str(eight().budgets().largest_rank) == "5 communicators, 9 sockets, 3 threads, 20 descriptors, 16.4 MB"
+    assert str(eight().budgets().largest_rank) == "6 communicators, 9 sockets, 3 threads, 24 descriptors, 22.1 MB"
 
 
 @pytest.mark.parametrize(
@@ -89,17 +89,17 @@ def test_an_open_size_has_no_plan() -> None:
 def test_text() -> None:
     text = eight().to_text()
     assert text.startswith("8 ranks on 2 hosts: tp=2 dp=2 pp=2\n")
-    assert "pp        4 x 2           0 4; 1 5; 2 6; 3 7  4 of 4       c10d:gloo  several hosts\n" in text
+    assert "pp        4 x 2           0 4; 1 5; 2 6; 3 7  4 of 4       c10d:gloo        several hosts\n" in text
     assert "Groups of one, which open nothing: cp, ep, dcp." in text
     assert "host1  4      4-7" in text
-    assert "the world          40             72       24       160          131 MB" in text
+    assert "the world          48             72       24       192          177 MB" in text
 
 
 def test_text_of_a_mixed_family_names_both_kinds() -> None:
     plan = make_plan(Layout.of(tp=2, pp=3), hosts=2, uses_shm=True)  # ranks 2 and 3 of the middle stage are on two hosts
     assert "1 of 3       shm / c10d:gloo  ranks of one host / several hosts" in plan.to_text()
     largest = plan.budgets().largest_rank
-    assert (largest.communicators, largest.sockets) == (3, 5 + 1 + 2 + 1)  # gloo for the world, the middle stage and pp
+    assert (largest.communicators, largest.sockets) == (5, 5 + 1 + 2 + 1)  # gloo for the world, the middle stage and pp
 
 
 def test_text_of_a_world_with_many_hosts_is_cut() -> None:
@@ -155,10 +155,10 @@ def test_diff_of_two_orders() -> None:
         "dp groups: 4 x 2 -> 4 x 2, 4 cross hosts",
         "edp groups: 4 x 2, same as dp -> 4 x 2, 4 cross hosts, same as dp",
         "pp groups: 4 x 2, 4 cross hosts -> 4 x 2",
-        "one rank pays at most: 5 communicators, 9 sockets, 3 threads, 20 descriptors, 16.4 MB -> "
-        "5 communicators, 12 sockets, 4 threads, 19 descriptors, 10.7 MB",
-        "the world pays: 40 communicators, 72 sockets, 24 threads, 160 descriptors, 131 MB -> "
-        "40 communicators, 96 sockets, 32 threads, 152 descriptors, 85.4 MB",
+        "one rank pays at most: 6 communicators, 9 sockets, 3 threads, 24 descriptors, 22.1 MB -> "
+        "7 communicators, 12 sockets, 4 threads, 25 descriptors, 21.7 MB",
+        "the world pays: 48 communicators, 72 sockets, 24 threads, 192 descriptors, 177 MB -> "
+        "56 communicators, 96 sockets, 32 threads, 200 descriptors, 173 MB",
         "4 of 8 ranks move, first rank 2: tp=0 cp=0 dp=1 pp=0 ep=0 etp=0 edp=1 dcp=0 on host0 -> "
         "tp=0 cp=0 dp=0 pp=1 ep=0 etp=0 edp=0 dcp=0 on host0",
     ]
