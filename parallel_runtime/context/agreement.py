@@ -41,6 +41,7 @@ class Agreement:
         self._ranks = ranks
         self._rank = rank
         self._number = 0
+        self._told: list[str] = []
 
     def settle(self, problem: str, timeout_s: float) -> None:
         """Say how it went here, and learn how it went elsewhere. A rank with a problem waits for nobody.
@@ -108,12 +109,9 @@ class Agreement:
             monitor.alarm = before
 
     def _tell(self, room: Store, problem: str) -> None:
-        number = self._number
-        room.set(f"{number}/{self._rank}", problem or _FINE)
-        if problem:
-            room.set(f"{number}/failed", "somebody")
-        elif number > 2:  # whoever is in agreement n has read all of n - 2
-            room.delete_key(f"{number - 2}/{self._rank}")
+        for key in [f"{self._number}/{self._rank}", *([f"{self._number}/failed"] if problem else [])]:
+            room.set(key, problem or _FINE)
+            self._told.append(key)
 
     def _wait(self, room: Store, monitor: Monitor, timeout_s: float) -> None:
         start, pause_s = time.monotonic(), _SHORTEST_PAUSE_S
@@ -131,6 +129,10 @@ class Agreement:
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
         if error := self._failure(room, self._number):
             raise error
+        *earlier, latest = self._told  # all have come this far, so nobody looks for anything before it
+        for key in earlier:
+            room.delete_key(key)
+        self._told = [latest]
 
     def _failure(self, room: Store, number: int) -> PeerError | None:
         with suppress(RuntimeError):

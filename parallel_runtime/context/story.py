@@ -29,11 +29,13 @@ class Departure:
     Attributes:
         text: A clause that follows "rank N".
         follows: Whether it went because of another rank, so that it is not the cause.
+        is_normal: Whether it meant to leave; it is the cause only where nobody failed.
         blamed: World ranks that it blamed, where it follows.
     """
 
     text: str
     follows: bool = False
+    is_normal: bool = False
     blamed: tuple[int, ...] = ()
 
 
@@ -71,8 +73,9 @@ def tell(failure: Failure, suspects: Sequence[int], evidence: Evidence) -> PeerE
     mine = Done(failure.group, failure.sequence, failure.operation, failure.what, failure.seconds, False)
     error: PeerError
     gone = [rank for rank in suspects if rank in evidence.departures]
-    causes = [rank for rank in gone if not evidence.departures[rank].follows]
     blamed = [rank for rank in suspects if not _takes_part(failure, mine, evidence.reports.get(rank))]
+    causes = [rank for rank in gone if rank in blamed and not evidence.departures[rank].follows]
+    causes = [rank for rank in causes if not evidence.departures[rank].is_normal] or causes
     if odd := _odd_ones(failure, mine, evidence.reports):
         entered = "; ".join(f"rank {rank} entered {other.what}" for rank, other in odd.items())
         error = CollectiveMismatchError(
