@@ -27,7 +27,7 @@ from parallel_runtime.serving.policy import Batch, PolicyLimits
 from parallel_runtime.serving.runner import ModelRunner
 from parallel_runtime.serving.sampling import mix_seed
 from parallel_runtime.serving.serving_config import ServingConfig
-from parallel_runtime.topology.shards import split_layers
+from parallel_runtime.topology.shards import split_experts, split_layers
 
 __all__ = ["TpModelWorker", "check_servable"]
 
@@ -180,12 +180,17 @@ class TpModelWorker:
 
     def describe(self) -> str:
         """Who this rank is and what it runs on, in one line."""
-        ctx, layers = self._ctx, self.runner.model.layers
-        model = self.runner.model
-        where = f"tp={ctx.coordinate.tp} pp={ctx.coordinate.pp} dp={ctx.coordinate.dp}, pid {os.getpid()} on {ctx.device}"
-        what = f"layers {layers.start}-{layers.stop - 1}, {model.num_query_heads} query and {model.num_kv_heads} KV heads"
-        groups = "; ".join(group.describe() for group in (ctx.tp, ctx.pp) if group.world_size > 1)
-        return f"rank {ctx.rank}: {where}; {what}; {groups or 'no groups'}"
+        ctx, model, place = self._ctx, self.runner.model, self._ctx.coordinate
+        where = f"tp={place.tp} pp={place.pp} dp={place.dp}, pid {os.getpid()} on {ctx.device}"
+        what = f"layers {model.layers.start}-{model.layers.stop - 1}"
+        what += f", {model.num_query_heads} query and {model.num_kv_heads} KV heads"
+        groups = [ctx.tp, ctx.pp]
+        if model.config.mixture is not None:
+            own = split_experts(model.config.mixture.num_experts, ep=ctx.ep.world_size)[place.ep]
+            what += f", experts {own.start}-{own.stop - 1}"
+            groups += [ctx.ep, ctx.etp]
+        told = "; ".join(group.describe() for group in groups if group.world_size > 1)
+        return f"rank {ctx.rank}: {where}; {what}; {told or 'no groups'}"
 
     def _run_stage(self, batch: Batch) -> tuple[Tensor, SendHandle | None]:
         """This stage's part, and its sending to the next one; the group keeps what it needs even where nobody waits."""

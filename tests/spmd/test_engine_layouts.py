@@ -6,6 +6,7 @@ import pytest
 
 from parallel_runtime.config import ParallelConfig
 from parallel_runtime.serving import Engine, SamplingParams, ServingConfig
+from parallel_runtime.testing.checkpoints import tiny_moe_config, write_safetensors_checkpoint
 from tests.spmd.tiny_models import PROMPTS, greedy_reference, write_tiny_model
 
 pytestmark = pytest.mark.timeout(60)
@@ -37,6 +38,33 @@ def test_every_split_says_the_same(name: str, tmp_path: Path) -> None:
             completions = engine.generate(PROMPTS, GREEDY)
         assert [completion.token_ids for completion in completions] == expected, parallel
         assert [completion.prompt_token_ids for completion in completions] == list(PROMPTS)
+
+
+EXPERT_LAYOUTS = (
+    ParallelConfig(),
+    ParallelConfig(tp=2, ep=2),
+    ParallelConfig(dp=2),
+    ParallelConfig(dp=2, ep=2),
+    ParallelConfig(dp=2, etp=2),
+    ParallelConfig(tp=2, dp=2, ep=4),
+    ParallelConfig(pp=2, dp=2, ep=2),
+    ParallelConfig(tp=2, pp=2, dp=2, ep=2),
+    ParallelConfig(dp=4, ep=2, order=("pp", "dp", "cp", "tp")),
+)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_experts_say_the_same_wherever_they_are(shared: bool, tmp_path: Path) -> None:
+    model = write_safetensors_checkpoint(tmp_path / "model", tiny_moe_config(shared=shared, num_layers=4, eos_ids=()))
+    expected = greedy_reference(model, PROMPTS, NEW)
+    for parallel in EXPERT_LAYOUTS:
+        with Engine(model, parallel=parallel, executor="threads") as engine:
+            completions = engine.generate(PROMPTS, GREEDY)
+            alone = engine.generate(PROMPTS[2:3], GREEDY)  # the other replicas have nothing
+            ranks = [line for replica in engine.replicas for line in replica.ranks]
+        assert [completion.token_ids for completion in completions] == expected, parallel
+        assert alone[0].token_ids == expected[2]
+        assert all(f"experts {8 // parallel.ep * parallel.layout.coordinate(int(line[5])).ep}-" in line for line in ranks)
 
 
 def test_one_layer_and_stages_chosen_by_hand(tmp_path: Path) -> None:
