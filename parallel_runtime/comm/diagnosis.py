@@ -2,13 +2,13 @@
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import final
 
 from parallel_runtime.errors import PeerError
 
-__all__ = ["Diagnostician", "Failure", "odd_members"]
+__all__ = ["Diagnostician", "Failure", "last_in_line", "odd_members"]
 
 
 def odd_members(said: Mapping[int, str], member: int) -> tuple[int, ...]:
@@ -24,6 +24,29 @@ def odd_members(said: Mapping[int, str], member: int) -> tuple[int, ...]:
     usual, count = Counter(said.values()).most_common(1)[0]
     reference = usual if 2 * count > len(said) else said[member]
     return tuple(other for other, what in sorted(said.items()) if what != reference)
+
+
+def last_in_line(waits: Mapping[int, Collection[int]], first: Collection[int]) -> tuple[int, ...]:
+    """Follow who waits for whom to the end.
+
+    Args:
+        waits: For whom each rank waits; a rank that is missing here waits for nobody.
+        first: Where to start.
+
+    Returns:
+        The ranks, in order, that wait for nobody, or for each other in a ring, and that everything else waits for.
+    """
+    reached = {rank: _reach(waits, rank) for rank in _reach(waits, *first)}
+    return tuple(rank for rank in sorted(reached) if all(rank in reached[other] for other in reached[rank]))
+
+
+def _reach(waits: Mapping[int, Collection[int]], *first: int) -> set[int]:
+    found, todo = set(first), list(first)
+    while todo:
+        new = set(waits.get(todo.pop(), ())) - found
+        found |= new
+        todo += new
+    return found
 
 
 @final

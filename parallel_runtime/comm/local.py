@@ -5,7 +5,6 @@ it waits for has left, and whether every rank of the hub waits.
 """
 
 import threading
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from time import monotonic
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 
 from parallel_runtime.comm.communicator import Communicator, Operation, ReduceOp, Work
-from parallel_runtime.comm.diagnosis import odd_members
+from parallel_runtime.comm.diagnosis import last_in_line, odd_members
 from parallel_runtime.comm.tensors import fold
 from parallel_runtime.errors import ArgumentError, CollectiveMismatchError, PeerError, PeerLostError, PeerTimeoutError
 
@@ -173,11 +172,10 @@ class LocalHub:
     def _condemn(self) -> None:
         """Give every waiting thread the same verdict."""
         table = self._table()
-        waited_for = Counter(rank for wait in self._waits for rank in wait.absent())
-        culprits = [rank for rank, count in waited_for.items() if count == max(waited_for.values())]
+        waits = {wait.rank: wait.absent() for wait in self._waits}
         for wait in self._waits:
             wait.verdict = f"every rank waits and none can go on: {table}"
-            wait.culprits = culprits
+            wait.culprits = last_in_line(waits, wait.absent())
         self._moved()
 
     def _table(self) -> str:

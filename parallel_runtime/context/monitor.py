@@ -4,19 +4,19 @@ import json
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Final, final
 
 import msgspec
 
 from parallel_runtime.comm.communicator import Communicator
-from parallel_runtime.comm.diagnosis import Diagnostician, Failure
+from parallel_runtime.comm.diagnosis import Diagnostician, Failure, last_in_line
 from parallel_runtime.comm.local import LocalHub
 from parallel_runtime.comm.traffic import Traffic
 from parallel_runtime.context.control import Address, Answering, ask_all
 from parallel_runtime.context.rendezvous import Meeting
-from parallel_runtime.context.reports import Report, make_report
+from parallel_runtime.context.reports import Report, awaited, make_report
 from parallel_runtime.context.story import Departure, Evidence, tell
 from parallel_runtime.errors import CollectiveMismatchError, PeerError, PeerLostError, PeerTimeoutError
 
@@ -26,6 +26,11 @@ _ASK_S: Final = 2.0
 """How long the other ranks may take to answer for themselves."""
 _LAST_WORD_S: Final = 1.0
 """How long a rank whose connection broke may take to say why it leaves, or to be seen dead."""
+_FRESH_S: Final = 5.0
+"""How long a failure explains why a rank is in no operation: it is about to leave, or to act on it."""
+_MOST_ASKED: Final = 16
+_ROUNDS: Final = 4
+"""Of asking those that others wait for, to find the one that keeps them all."""
 _PAUSE_S: Final = 0.02
 _KEPT_FAILURES: Final = 8
 _NORMAL: Final = "closed"
@@ -52,6 +57,7 @@ class Monitor(Diagnostician):
         self._addresses: dict[int, Address] = {}
         self._failures: deque[str] = deque(maxlen=_KEPT_FAILURES)
         self._blamed: tuple[int, ...] = ()
+        self._blamed_at = 0.0
         self.alarm: Callable[[], PeerError | None] | None = None
         self._answering: Answering | None = None
         if hub is not None:
@@ -104,6 +110,7 @@ class Monitor(Diagnostician):
             thread=self._thread,
             connections=dict(self._traffics),
             failures=tuple(self._failures),
+            blamed=self._blamed if time.monotonic() - self._blamed_at < _FRESH_S else (),
         )
 
     def reports(self, ranks: Sequence[int], timeout_s: float = _ASK_S) -> dict[int, Report]:
@@ -146,9 +153,7 @@ class Monitor(Diagnostician):
             gone = self._departures(others)
             missed = [rank for rank in gone if self._steps_of(rank).get(key, 0) < step]
             if missed:
-                error = PeerLostError(f"waited for rank {missed[0]}, which {gone[missed[0]].text}")
-                error.members = tuple(list(ranks).index(rank) for rank in missed)
-                return error
+                return PeerLostError(f"waited for rank {missed[0]}, which {gone[missed[0]].text}")
         return None
 
     def explain(self, failure: Failure) -> PeerError:
@@ -160,13 +165,17 @@ class Monitor(Diagnostician):
             group = f"[members of {failure.group}: ranks {failure.ranks}]"
             error = type(failure.error)(f"{head}: {failure.error} {group}")
             error.ranks = failure.error.ranks or tuple(failure.ranks[member] for member in failure.error.members)
-            self._blamed = (*error.ranks, self._meeting.rank) if isinstance(error, CollectiveMismatchError) else error.ranks
+            self._blame((*error.ranks, self._meeting.rank) if isinstance(error, CollectiveMismatchError) else error.ranks)
             return error
         members = failure.error.members or range(len(failure.ranks))
         suspects = [rank for rank in (failure.ranks[member] for member in members) if rank != failure.rank]
         error = tell(failure, suspects, self._evidence(suspects, has_broken=not isinstance(failure.error, PeerTimeoutError)))
         self._failures.append(str(error).partition("\n")[0])
-        self._blamed = error.ranks
+        culprits = self._culprits(error.ranks)
+        self._blame(culprits)
+        if others := tuple(rank for rank in culprits if rank not in (*error.ranks, failure.rank)):
+            error.args = (f"{error}\n  they wait in turn for rank {', '.join(map(str, others))}",)
+        error.ranks = tuple(rank for rank in culprits if rank != failure.rank) or error.ranks
         return error
 
     def _evidence(self, ranks: Sequence[int], *, has_broken: bool) -> Evidence:
@@ -189,6 +198,30 @@ class Monitor(Diagnostician):
                 departures[server] = Departure(text="has ended, and the store it served is gone")
         silent = {rank: self._silence(rank) for rank in ranks if rank not in reports and rank not in departures}
         return Evidence(departures=departures, reports=reports, silent=silent, notes=notes)
+
+    def _culprits(self, ranks: Sequence[int]) -> tuple[int, ...]:
+        """Those that these ranks wait for in the end, as far as can be found out within a few questions."""
+        waits: dict[int, Collection[int]] = {}
+        reports: dict[int, Report] = {self._meeting.rank: self.report()}
+        new = list(ranks)[:_MOST_ASKED]
+        with suppress(RuntimeError):
+            for _ in range(_ROUNDS):
+                departures = self._departures(new)
+                self._ask(reports, [rank for rank in new if rank not in departures])
+                self._ask(reports, [peer for rank in new if rank in reports for peer in reports[rank].peers()])
+                for rank in new:
+                    waits[rank] = departures[rank].blamed if rank in departures else awaited(rank, reports)
+                new = [rank for rank in {each for found in waits.values() for each in found} if rank not in waits][:_MOST_ASKED]
+                if not new:
+                    break
+        return last_in_line(waits, ranks)
+
+    def _blame(self, ranks: tuple[int, ...]) -> None:
+        self._blamed, self._blamed_at = ranks, time.monotonic()
+
+    def _ask(self, reports: dict[int, Report], ranks: Sequence[int]) -> None:
+        new = [rank for rank in set(ranks) if rank not in reports and not self._is_stopped(rank)]
+        reports |= self.reports(new[:_MOST_ASKED])
 
     def _departures(self, ranks: Sequence[int]) -> dict[int, Departure]:
         """Of those of the ranks that are gone.
@@ -242,7 +275,7 @@ class Monitor(Diagnostician):
 
 def _departure(reason: str, blamed: tuple[int, ...]) -> Departure:
     if reason == _NORMAL:
-        return Departure(text="has left the context normally")
+        return Departure(text="has left the context normally", is_normal=True)
     name = reason.partition(":")[0]
     follows = name in {kind.__name__ for kind in _kinds(PeerError)}
     return Departure(text=f"left the context by an exception: {reason}", follows=follows, blamed=blamed if follows else ())

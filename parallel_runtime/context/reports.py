@@ -16,7 +16,7 @@ from parallel_runtime.comm.core import GroupCore
 from parallel_runtime.comm.recorder import Record, describe
 from parallel_runtime.comm.traffic import Traffic
 
-__all__ = ["Connected", "Done", "Report", "make_report", "stack_of"]
+__all__ = ["Connected", "Done", "Report", "awaited", "make_report", "stack_of"]
 
 _TAIL: Final = 8
 _DEEPEST: Final = 6
@@ -83,6 +83,7 @@ class Report(msgspec.Struct, frozen=True):
         stack: Where its thread is, outermost first: ``"serve.py:88 in step"``.
         connections: What ran over each of its communicators.
         failures: The last operations that failed because of a peer, in one line each.
+        blamed: World ranks at fault for a failure of a moment ago.
     """
 
     rank: int
@@ -92,10 +93,15 @@ class Report(msgspec.Struct, frozen=True):
     stack: tuple[str, ...]
     connections: tuple[Connected, ...]
     failures: tuple[str, ...]
+    blamed: tuple[int, ...] = ()
 
     def connected(self, ranks: tuple[int, ...]) -> Connected | None:
         """What ran between these ranks."""
         return next((connected for connected in self.connections if connected.ranks == ranks), None)
+
+    def peers(self) -> set[int]:
+        """The other members of the groups in whose operations it is."""
+        return {rank for each in self.connections if each.current for rank in each.ranks if rank != self.rank}
 
     def recent(self, count: int = 4) -> list[Done]:
         """The last operations of all its communicators that have ended, oldest first, without doubles."""
@@ -103,8 +109,38 @@ class Report(msgspec.Struct, frozen=True):
         return done[-count:]
 
 
+def awaited(rank: int, reports: Mapping[int, Report]) -> set[int]:
+    """For whom a rank waits.
+
+    Args:
+        rank: Which.
+        reports: Its own, and those of the members of its groups; one that is missing counts as absent.
+
+    Returns:
+        Members of the group whose operation it is in that are not in that operation; in no operation, those it has just blamed.
+    """
+    if rank in reports and not reports[rank].peers():
+        return set(reports[rank].blamed)
+    found: set[int] = set()
+    for connected in reports[rank].connections if rank in reports else ():
+        if (current := connected.current) is None:
+            continue
+        for peer in connected.ranks:
+            theirs = reports[peer].connected(connected.ranks) if peer in reports else None
+            inside = theirs.current if theirs else None
+            if peer != rank and (inside is None or inside.sequence != current.sequence):
+                found.add(peer)
+    return found
+
+
 def make_report(
-    *, rank: int, host: str, thread: int, connections: Mapping[tuple[int, ...], Traffic], failures: Sequence[str]
+    *,
+    rank: int,
+    host: str,
+    thread: int,
+    connections: Mapping[tuple[int, ...], Traffic],
+    failures: Sequence[str],
+    blamed: Sequence[int] = (),
 ) -> Report:
     """Describe this rank. Touches no lock and no group, so it works while the rank's thread is blocked.
 
@@ -114,6 +150,7 @@ def make_report(
         thread: Which thread runs it, if none is found inside an operation of these communicators.
         connections: Traffic of its communicators, by members.
         failures: What it has noticed so far.
+        blamed: World ranks at fault for a failure of a moment ago.
 
     Returns:
         The report.
@@ -134,6 +171,7 @@ def make_report(
             Connected(ranks=ranks, tail=tuple(map(_done, traffic.recorder.tail(_TAIL)))) for ranks, traffic in connections.items()
         ),
         failures=tuple(failures),
+        blamed=tuple(blamed),
     )
 
 

@@ -17,7 +17,7 @@ from typing import NoReturn, final
 import torch
 from torch import Tensor
 
-from parallel_runtime.comm.communicator import Communicator, Operation, ReduceOp, Work
+from parallel_runtime.comm.communicator import Bytes, Communicator, Operation, ReduceOp, Work
 from parallel_runtime.context.connectors import Connection
 from parallel_runtime.context.parallel_context import ParallelContext
 from parallel_runtime.context.probe import Stage
@@ -73,6 +73,7 @@ class Phase(StrEnum):
 _OF_THE_CALLER = frozenset(
     {FaultKind.SKIP, FaultKind.WRONG_SHAPE, FaultKind.WRONG_OP, FaultKind.WRONG_ORDER, FaultKind.CLOSE_EARLY}
 )
+_PAUSES = frozenset({FaultKind.STALL, FaultKind.SLOW})
 
 
 class InjectedError(Exception):
@@ -111,8 +112,8 @@ class Fault:
 
     @property
     def is_of_the_caller(self) -> bool:
-        """Whether ``spoil`` makes it, rather than ``FaultProbe``."""
-        return self.kind in _OF_THE_CALLER
+        """Whether ``spoil`` makes it, rather than ``FaultProbe``: among operations, the calling code also stalls between them."""
+        return self.kind in _OF_THE_CALLER or (self.kind in _PAUSES and self.phase is Phase.OPERATION)
 
     def strike(self) -> None:
         """Let it happen to the calling rank, now.
@@ -188,6 +189,8 @@ class _Trap(Communicator):
 
     def __init__(self, inner: Communicator, fault: Fault) -> None:
         self.kind = inner.kind
+        self.reason = inner.reason
+        self.key = inner.key
         self.rank_in_group = inner.rank_in_group
         self.world_size = inner.world_size
         self.__dict__["traffic"] = inner.traffic
@@ -240,6 +243,9 @@ class _Trap(Communicator):
     def irecv(self, tensor: Tensor, src: int, tag: int) -> Work:
         return self._count().irecv(tensor, src, tag)
 
+    def broadcast_bytes(self, data: Bytes | None, src: int, timeout_s: float) -> Bytes:
+        return self._count().broadcast_bytes(data, src, timeout_s)
+
     def close(self) -> None:
         self._inner.close()
 
@@ -253,11 +259,13 @@ class Step:
         group: ``"world"``, ``"tp"`` and so on.
         operation: One of ``OPERATIONS``.
         size: Elements of its float32 tensor.
+        pause_s: Seconds that the rank spends elsewhere before it.
     """
 
     group: str
     operation: str
     size: int = 4
+    pause_s: float = 0.0
 
 
 def spoil(steps: Sequence[Step], fault: Fault) -> tuple[Step, ...]:
@@ -284,6 +292,8 @@ def spoil(steps: Sequence[Step], fault: Fault) -> tuple[Step, ...]:
         return (*before, *after)
     if fault.kind is FaultKind.CLOSE_EARLY:
         return before
+    if fault.kind in _PAUSES:
+        return (*before, replace(step, pause_s=fault.seconds), *after)
     if fault.kind is FaultKind.WRONG_SHAPE:
         return (*before, replace(step, size=step.size + 3), *after)
     if fault.kind is FaultKind.WRONG_OP:
@@ -320,6 +330,8 @@ def run_steps(ctx: ParallelContext, steps: Sequence[Step]) -> int:
 def _play(ctx: ParallelContext, step: Step) -> None:
     group = ctx.group(step.group)
     tensor = torch.ones(step.size)
+    if step.pause_s:
+        Event().wait(step.pause_s)
     match step.operation:
         case "all_reduce":
             group.all_reduce(tensor)

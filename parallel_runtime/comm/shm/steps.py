@@ -20,6 +20,7 @@ import zlib
 from collections.abc import Sequence
 from typing import Final, final
 
+from parallel_runtime.comm.diagnosis import odd_members
 from parallel_runtime.comm.shm.geometry import NUM_SLOTS, Geometry
 from parallel_runtime.comm.shm.waiting import Bells, Waiter, full_fence, needs_fence
 from parallel_runtime.errors import CollectiveMismatchError, PeerTimeoutError
@@ -250,7 +251,7 @@ class Steps:
 
         with contextlib.suppress(PeerTimeoutError):  # somebody waits for nobody here: report without it
             self._waiter.until(lambda: not silent(), self._timeout_s, silent)
-        said = []
+        said = {}
         for member in range(self.world_size):
             heard = words[flags[member] + 2] == sequence
             entered = (
@@ -258,5 +259,8 @@ class Steps:
                 if heard
                 else "something else"
             )
-            said.append(f"member {member} entered {entered}")
-        raise CollectiveMismatchError(f"the members entered different operations: {'; '.join(said)}")
+            said[member] = entered
+        table = "; ".join(f"member {member} entered {entered}" for member, entered in said.items())
+        error = CollectiveMismatchError(f"the members entered different operations: {table}")
+        error.members = odd_members(said, self.rank_in_group)
+        raise error
