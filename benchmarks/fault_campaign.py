@@ -23,6 +23,10 @@ from benchmarks.fault_workers import WorkerPool, run_in_threads
 __all__ = ["Result", "campaign", "main"]
 
 
+_CHUNK = 100
+"""Trials after which the file is written anew, so that a run that is ended leaves what it found."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
     """One trial that was run.
@@ -140,15 +144,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", type=int, help="play one trial and print everything")
     parser.add_argument("--write", type=Path, help="Markdown file for the table")
     chosen = parser.parse_args(arguments)
-    numbers = [chosen.only] if chosen.only is not None else range(chosen.first, chosen.first + chosen.trials)
-    start = time.monotonic()
-    results = campaign(chosen.seed, numbers, is_loud=True)
     if chosen.only is not None:
-        sys.stdout.write(describe(results[0]))
-    text = table(results, chosen.seed, time.monotonic() - start)
+        (result,) = campaign(chosen.seed, [chosen.only])
+        sys.stdout.write(describe(result))
+        return 0 if result.verdict.is_good else 1
+    start = time.monotonic()
+    last = chosen.first + chosen.trials
+    results: list[Result] = []
+    for first in range(chosen.first, last, _CHUNK):
+        results += campaign(chosen.seed, range(first, min(first + _CHUNK, last)), is_loud=True)
+        text = table(results, chosen.seed, time.monotonic() - start)
+        if chosen.write:
+            chosen.write.write_text(text, encoding="utf-8")
     sys.stdout.write(text)
-    if chosen.write:
-        chosen.write.write_text(text, encoding="utf-8")
     return 0 if all(result.verdict.is_good for result in results) else 1
 
 
