@@ -170,6 +170,11 @@ class Communicator(ABC):
         self.broadcast_(raw_tensor(body), src, timeout_s)
         return body
 
+    def symmetric_empty(self, shape: Sequence[int], dtype: torch.dtype, timeout_s: float) -> Tensor | None:
+        """A tensor that all members can reach; ``None`` on all of them where there is no such memory."""
+        del shape, dtype, timeout_s
+        return None
+
     @abstractmethod
     def close(self) -> None:
         """Free everything. Never communicates, never waits for a peer; twice is nothing."""

@@ -17,6 +17,7 @@ from parallel_runtime.comm.groups import GroupSpec, GroupTimeouts
 from parallel_runtime.comm.messages import Messages
 from parallel_runtime.comm.outbox import Outbox
 from parallel_runtime.comm.p2p import PointToPoint, RecvHandle, SendHandle, check_peer
+from parallel_runtime.comm.process_group import RoutedProcessGroup, register, unregister
 from parallel_runtime.comm.recorder import Record
 from parallel_runtime.errors import ArgumentError, ContextStateError
 from parallel_runtime.terms import Rank, RankInGroup
@@ -71,7 +72,17 @@ class GroupCoordinator:
     ``DtypeError`` the group is as usable as before.
     """
 
-    __slots__ = ("__weakref__", "_collectives", "_core", "_dicts", "_messages", "_outbox", "_p2p", "_rank_in_group")
+    __slots__ = (
+        "__weakref__",
+        "_collectives",
+        "_core",
+        "_dicts",
+        "_messages",
+        "_outbox",
+        "_p2p",
+        "_process_group",
+        "_rank_in_group",
+    )
 
     _core: GroupCore
     _collectives: Collectives
@@ -79,6 +90,7 @@ class GroupCoordinator:
     _messages: Messages
     _outbox: Outbox
     _p2p: PointToPoint
+    _process_group: RoutedProcessGroup | None
     _rank_in_group: RankInGroup
 
     def __init__(self) -> None:
@@ -98,6 +110,7 @@ class GroupCoordinator:
         self._p2p = PointToPoint(core, self._outbox)
         self._messages = Messages(core, self._outbox)
         self._dicts = TensorDicts(core, self._outbox)
+        self._process_group = None
         self._rank_in_group = core.spec.rank_in_group
         return self
 
@@ -181,6 +194,49 @@ class GroupCoordinator:
         """Whether it can be used."""
         return self._core.is_open
 
+    @property
+    def process_group(self) -> RoutedProcessGroup:
+        """The group as torch's ``ProcessGroup``, made and registered on first use.
+
+        For ``torch.distributed.*(group=...)`` with ``group_src`` and ``group_dst``, functional collectives and DTensor. All go
+        through this group's communicators. Its name is never used again and is taken out of torch's table on closing.
+
+        Raises:
+            ContextStateError: The group is closed, or belongs to another process.
+        """
+        if self._process_group is None:
+            self._core.check_usable("process_group")
+            self._process_group = RoutedProcessGroup(f"{self.key}@{self.rank}", self._collectives, self._p2p)
+            register(self._process_group)
+        return self._process_group
+
+    def symmetric_empty(
+        self, shape: Sequence[int], dtype: torch.dtype = torch.float32, *, timeout_s: float | None = None
+    ) -> Tensor:
+        """A tensor on which ``all_reduce_``, ``all_gather`` and ``reduce_scatter`` copy nothing in, where memory is shared.
+
+        Groups that share no memory give an ordinary tensor, with the same results. Every member passes the same part of its own
+        tensor to an operation; one that only some members enter with symmetric memory is a mismatch.
+
+        Args:
+            shape: Equal on every member.
+            dtype: Equal on every member.
+            timeout_s: Deadline in seconds.
+
+        Returns:
+            This member's tensor, uninitialised, on the group's device.
+
+        Raises:
+            PeerFailedError: The memory could not be had; raised on all members.
+
+        Collective: all members, same order.
+        """
+        core = self._core
+        limit_s = core.deadline(timeout_s, core.spec.timeouts.control_s)
+        size = tuple(shape)
+        tensor = core.run_agreed("symmetric_empty", None, (size, dtype), core.communicator.symmetric_empty, size, dtype, limit_s)
+        return torch.empty(size, dtype=dtype, device=core.spec.device) if tensor is None else tensor
+
     def describe(self) -> str:
         """One line: name, ranks, and the communicators in use and why."""
         core = self._core
@@ -219,6 +275,9 @@ class GroupCoordinator:
             How many sends were dropped.
         """
         dropped = self.flush(grace_s)
+        if self._process_group is not None:
+            unregister(self._process_group)
+            self._process_group = None
         if not self._core.is_foreign:
             self._core.close()
         return dropped

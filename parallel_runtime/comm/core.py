@@ -85,6 +85,15 @@ class GroupCore:
             recorder.finish(entry, perf_counter() - start)
             traffic.lock.release()
 
+    def check_usable(self, operation: str) -> None:
+        """Check that the group may be used here and now.
+
+        Raises:
+            ContextStateError: The group is closed, or belongs to another process.
+        """
+        if not self.is_open or self.is_foreign:
+            raise ContextStateError(self._why_unusable(operation))
+
     def run_agreed(
         self, operation: str, tensor: Tensor | None, agreed: tuple[object, ...], call: Callable[..., _T], *args: object
     ) -> _T:

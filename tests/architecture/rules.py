@@ -20,7 +20,7 @@ FLOORS = {
 }  # fmt: skip
 TESTING_TOP_FLOOR = 5
 ENVIRON_ROOMS = ("parallel_runtime.config.environment",)
-C10D_ROOMS = ("parallel_runtime.comm.c10d", "parallel_runtime.interop")
+C10D_ROOMS = ("parallel_runtime.comm.c10d", "parallel_runtime.comm.process_group", "parallel_runtime.interop")
 TORCH_FREE_ROOMS = ("parallel_runtime.topology", "parallel_runtime.terms", "parallel_runtime.errors")
 PICKLE_ROOMS = ("parallel_runtime.launch", "parallel_runtime.comm.codec")
 MUTABLE_CALLS = frozenset(
