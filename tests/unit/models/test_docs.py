@@ -8,7 +8,10 @@ import pytest
 DOCS = Path(__file__).parents[3] / "docs"
 
 
-@pytest.mark.parametrize("page", [pytest.param("how_to/load_a_model.md", marks=pytest.mark.model), "concepts/sharding.md"])
+PAGES = (pytest.param("how_to/load_a_model.md", marks=pytest.mark.model), "concepts/experts.md", "concepts/sharding.md")
+
+
+@pytest.mark.parametrize("page", PAGES)
 def test_the_examples_of_a_page_are_real(page: str) -> None:
     result = doctest.testfile(str(DOCS / page), module_relative=False)
     assert result.attempted > 0
