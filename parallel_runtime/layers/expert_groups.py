@@ -9,7 +9,7 @@ The tokens of a rank are held, all of them and equal, by every member of its ``t
 4. *Sum.* One all-reduce over ``tp`` joins the shares, the columns, the experts and the shared expert. There is no other sum.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import final
 
 from parallel_runtime.comm import GroupCoordinator
@@ -30,21 +30,21 @@ class ExpertGroups:
         tp: Attention's tensor-parallel group: its members hold the same tokens. Ranks with other tokens are never in it.
         ep: Its members hold different experts.
         etp: Its members hold different columns of the same experts.
+        must_gather: Whether members of ``etp`` hold different tokens.
+        must_exchange: Whether members of ``ep`` have to be sent the tokens of others.
     """
 
     tp: GroupCoordinator
     ep: GroupCoordinator
     etp: GroupCoordinator
+    must_gather: bool = field(init=False)
+    must_exchange: bool = field(init=False)
 
-    @property
-    def must_gather(self) -> bool:
-        """Whether members of ``etp`` hold different tokens."""
-        return not self._is_within_tp(self.etp.world_size, self.etp)
-
-    @property
-    def must_exchange(self) -> bool:
-        """Whether members of ``ep`` have to be sent the tokens of others."""
-        return self.ep.world_size > 1 and not self._is_within_tp(self.etp.world_size * self.ep.world_size, self.etp, self.ep)
+    def __post_init__(self) -> None:
+        width, block = self.etp.world_size, self.etp.world_size * self.ep.world_size
+        is_spread = self.ep.world_size > 1 and not self._is_within_tp(block, self.etp, self.ep)
+        object.__setattr__(self, "must_gather", not self._is_within_tp(width, self.etp))
+        object.__setattr__(self, "must_exchange", is_spread)
 
     def share(self, num_tokens: int) -> range:
         """The rows of its tokens that this rank answers for; the members that compute them together have the same ones.

@@ -15,6 +15,7 @@ _CONTROL, _USER_DEFINED = 3, 4
 _SINGLE_DIGITS = ("smollm", "starcoder", "refact", "command-r")
 _GPT2 = ("gpt-2", "gpt2")
 _LLAMA3 = ("llama-bpe", "llama3", "llama-v3")
+_QWEN2 = ("qwen2",)
 _LLAMA3_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
@@ -32,7 +33,7 @@ def gguf_backend(file: GgufFile) -> "Backend":
     Raises:
         CheckpointError: The file has none, or one of a kind that is not implemented.
     """
-    from tokenizers import AddedToken, Tokenizer, decoders, models, processors
+    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
 
     kind, pre = file.metadata.get("tokenizer.ggml.model"), file.metadata.get("tokenizer.ggml.pre", "gpt-2")
     if kind != "gpt2":
@@ -45,6 +46,8 @@ def gguf_backend(file: GgufFile) -> "Backend":
         backend = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=pre in _LLAMA3))
     except Exception as exc:  # the library raises bare Exception
         raise CheckpointError(f"{file.path}: its vocabulary and merges do not fit: {exc}") from exc
+    if pre in _QWEN2:
+        backend.normalizer = normalizers.NFC()
     backend.pre_tokenizer = pre_tokenizer
     backend.decoder = decoders.ByteLevel()
     types = _array(file, "tokenizer.ggml.token_type").numbers()
@@ -71,10 +74,11 @@ def _pre_tokenizer(file: GgufFile, pre: object) -> "PreTokenizer":
         return pre_tokenizers.Sequence(
             [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
         )
-    if pre in _LLAMA3:
-        words = pre_tokenizers.Split(Regex(_LLAMA3_WORDS), "isolated")
+    if pre in (*_LLAMA3, *_QWEN2):
+        pattern = _LLAMA3_WORDS if pre in _LLAMA3 else _LLAMA3_WORDS.replace("{1,3}", "")  # Qwen takes digits one by one
+        words = pre_tokenizers.Split(Regex(pattern), "isolated")
         return pre_tokenizers.Sequence([words, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
-    known = ", ".join((*_GPT2, *_SINGLE_DIGITS, *_LLAMA3))
+    known = ", ".join((*_GPT2, *_SINGLE_DIGITS, *_LLAMA3, *_QWEN2))
     raise CheckpointError(f"{file.path}: tokenizer.ggml.pre is {pre!r}, which is not implemented (known: {known})")
 
 

@@ -73,6 +73,7 @@ def test_text_survives_the_way_there_and_back(kind: str, tmp_path: Path) -> None
         ("smollm", ["ĠĠ", "1", "2", "3", "Ġ", "he"]),  # digits alone, so the blanks before them stay together
         ("gpt-2", ["Ġ", "Ġ", "123", "Ġ", "he"]),  # one blank goes with the number
         ("llama-bpe", ["Ġ", "Ġ", "123", "Ġ", "he"]),
+        ("qwen2", ["Ġ", "Ġ", "1", "2", "3", "Ġ", "he"]),
     ],
 )
 def test_text_is_cut_as_the_model_was_taught(pre: str, expected: list[str], tmp_path: Path) -> None:
@@ -83,6 +84,11 @@ def test_text_is_cut_as_the_model_was_taught(pre: str, expected: list[str], tmp_
 def test_numbers_of_llama3_are_cut_by_three(tmp_path: Path) -> None:
     backend = gguf_backend(GgufFile(write_vocabulary(tmp_path / "v.gguf", TOKENS, MERGES, pre="llama-bpe")))
     assert backend.encode("1231234").tokens == ["123", "123", "4"]
+
+
+def test_qwen_joins_an_accent_with_its_letter(tmp_path: Path) -> None:
+    backend = gguf_backend(GgufFile(write_vocabulary(tmp_path / "v.gguf", TOKENS, MERGES, pre="qwen2")))
+    assert backend.normalizer.normalize_str("e\u0301") == "\u00e9"
 
 
 def test_special_tokens_are_found_in_text_and_bos_is_added(tmp_path: Path) -> None:
