@@ -69,14 +69,7 @@ class Collectives:
         core = self._core
         plan = self._reductions.get((tensor.dtype, op)) or self._plan(tensor, op, "all_reduce_")
         limit_s = core.collective_s if timeout_s is None else core.deadline(timeout_s, 0.0)
-        if (
-            plan.view is None
-            and tensor.is_cpu is core.is_cpu
-            and tensor.is_contiguous()
-            and tensor.numel()
-            and not tensor.requires_grad
-            and not core.checked
-        ):
+        if plan.view is None and self._is_simple(tensor):
             core.run("all_reduce_", tensor, core.communicator.all_reduce_, tensor, plan.op, limit_s)
             return tensor
         work = self._dense(tensor)
@@ -90,6 +83,10 @@ class Collectives:
         core = self._core
         plan = self._reductions.get((tensor.dtype, op)) or self._plan(tensor, op, "all_reduce")
         limit_s = core.deadline(timeout_s, core.collective_s)
+        if out is None and plan.view is None and self._is_simple(tensor):
+            work = tensor.clone()
+            core.run("all_reduce", tensor, core.communicator.all_reduce_, work, plan.op, limit_s)
+            return work
         payload = self._dense(tensor)
         work = _copy(tensor, payload) if out is None else _buffer(out, tuple(tensor.shape), tensor, "all_reduce").copy_(payload)
         self._reduce_all(tensor, work, plan, "all_reduce", limit_s)
@@ -99,9 +96,13 @@ class Collectives:
         """Join equal shards along ``dim``."""
         core = self._core
         limit_s = core.deadline(timeout_s, core.collective_s)
+        world_size = core.communicator.world_size
+        if dim == 0 and out is None and self._is_simple(tensor) and tensor.dim() and movable(tensor) is tensor:
+            rows = tensor.new_empty((world_size, *tensor.shape))
+            core.run("all_gather", tensor, core.communicator.all_gather, rows, tensor, limit_s)
+            return rows.flatten(0, 1)
         payload = self._dense(tensor)
         dim = normal_dim(dim, payload.dim(), "all_gather")
-        world_size = core.communicator.world_size
         shape = _scaled(payload, dim, world_size)
         stacked = (world_size, *payload.shape)
         if out is not None:
@@ -231,6 +232,9 @@ class Collectives:
         core = self._core
         limit_s = core.deadline(timeout_s, core.collective_s)
         core.member(src, "src")
+        if self._is_simple(tensor) and movable(tensor) is tensor:
+            core.run("broadcast_", tensor, core.communicator.broadcast_, tensor, src, limit_s)
+            return tensor
         check_writable(tensor, "broadcast_")
         work = self._dense(tensor)
         self._agreed("broadcast_", tensor, (src,), core.communicator.broadcast_, movable(work), src, limit_s)
@@ -329,6 +333,21 @@ class Collectives:
                 f"{self._core.name}"
             )
         return _split_rows(payload, dim, world_size)
+
+    def _is_simple(self, tensor: Tensor) -> bool:
+        """Whether a communicator takes ``tensor`` as it is, and nothing has to be compared first."""
+        core = self._core
+        try:
+            return (
+                tensor.is_cpu is core.is_cpu
+                and tensor.is_contiguous()
+                and tensor.numel() > 0
+                and not tensor.requires_grad
+                and not core.checked
+                and type(tensor) is Tensor
+            )
+        except AttributeError:  # no tensor at all; the usual way says so
+            return False
 
     def _dense(self, tensor: Tensor) -> Tensor:
         """``tensor`` as a communicator takes it."""

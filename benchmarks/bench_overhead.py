@@ -1,0 +1,86 @@
+"""What a coordinator adds to the call of its communicator, with the recorder on.
+
+The communicator moves nothing, so that the difference between a pair of lines is the coordinator's own cost, whatever it stands on.
+Every round runs all candidates in turn; a figure is the fastest round's mean, since everything that disturbs only adds.
+
+Run ``python -m benchmarks.bench_overhead [--rounds N]``.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable
+from time import perf_counter
+
+import torch
+
+from parallel_runtime.comm import FakeCommunicator, GroupSpec, open_coordinator
+from parallel_runtime.comm.communicator import ReduceOp
+from parallel_runtime.comm.recorder import Recorder
+from parallel_runtime.terms import Rank
+
+__all__ = ["main"]
+
+CALLS = 2000
+
+
+def candidates() -> dict[str, Callable[[], object]]:
+    """What is timed, by name; each next to what it stands on."""
+    spec = GroupSpec(name="bench#0", key="bench", ranks=(Rank(0), Rank(1)), rank=Rank(0))
+    below = _Nothing(0, 2)
+    group = open_coordinator(spec, below)
+    x, out = torch.ones(64), torch.empty(128)
+    recorder, entry = Recorder(), ("bench#0", 1, "all_reduce_", torch.float32, x.shape, 0.0)
+
+    def record() -> None:
+        recorder.start(entry)
+        recorder.finish(entry, 0.0)
+
+    return {
+        "communicator.all_reduce_": lambda: below.all_reduce_(x, ReduceOp.SUM, 1.0),
+        "group.all_reduce_": lambda: group.all_reduce_(x),
+        "communicator.all_gather": lambda: below.all_gather(out.view(2, 64), x, 1.0),
+        "group.all_gather": lambda: group.all_gather(x),
+        "group.all_gather(out=)": lambda: group.all_gather(x, out=out),
+        "communicator.broadcast_": lambda: below.broadcast_(x, 0, 1.0),
+        "group.broadcast_": lambda: group.broadcast_(x),
+        "recorder": record,
+    }
+
+
+class _Nothing(FakeCommunicator):  # type: ignore[misc]  # final for users
+    """Moves nothing, so that only the coordinator is left."""
+
+    def all_reduce_(self, tensor: torch.Tensor, op: ReduceOp, timeout_s: float) -> None:
+        """Nothing."""
+
+    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, timeout_s: float) -> None:
+        """Nothing."""
+
+    def broadcast_(self, tensor: torch.Tensor, src: int, timeout_s: float) -> None:
+        """Nothing."""
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Time all candidates and print a table.
+
+    Args:
+        arguments: Of the command line.
+    """
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=15)
+    rounds = parser.parse_args(arguments).rounds
+    torch.set_num_threads(1)
+    found = candidates()
+    best = dict.fromkeys(found, float("inf"))
+    for _ in range(rounds):
+        for name, call in found.items():
+            start = perf_counter()
+            for _ in range(CALLS):
+                call()
+            best[name] = min(best[name], (perf_counter() - start) / CALLS * 1e6)
+    for name, us in best.items():
+        sys.stdout.write(f"{name:28} {us:7.2f} us\n")
+
+
+if __name__ == "__main__":
+    main()
