@@ -116,7 +116,10 @@ def _meeting_point(environ: Mapping[str, str]) -> tuple[Verdict, str]:
         return "ok", "MASTER_ADDR is not set; ranks started here meet on loopback"
     hosts = detect(environ, needs_master=False).num_hosts or 1
     check_master_host(host, num_hosts=hosts, environ=environ)
-    return "ok", f"MASTER_ADDR={host} resolves to {', '.join(resolve_host(host))}"
+    try:
+        return "ok", f"MASTER_ADDR={host} resolves to {', '.join(resolve_host(host))}"
+    except OSError as error:
+        return "bad", f"MASTER_ADDR={host} does not resolve on this host ({error}); use a name or address that every host knows"
 
 
 def _host_name(environ: Mapping[str, str]) -> tuple[Verdict, str]:
