@@ -12,6 +12,7 @@ import pytest
 from parallel_runtime.config import Deadlines, ParallelConfig
 from parallel_runtime.errors import CheckpointError, ConfigError, ContextStateError, RankFailedError, RequestError
 from parallel_runtime.serving import Engine, EngineState, FinishReason, SamplingParams, ServingConfig, StreamEvent
+from parallel_runtime.testing.checkpoints import tiny_moe_config, write_safetensors_checkpoint
 from tests.spmd.tiny_models import PROMPTS, greedy_reference, write_tiny_model
 
 pytestmark = pytest.mark.timeout(60)
@@ -170,6 +171,15 @@ def test_an_idle_engine_outlives_the_control_deadline(model: Path) -> None:
     with Engine(model, parallel=parallel, executor="threads") as engine:
         threading.Event().wait(0.7)  # time itself is what is tested
         assert len(engine.generate([PROMPTS[0]], SamplingParams(max_new_tokens=3))[0].token_ids) == 3
+
+
+def test_idle_replicas_in_lockstep_outlive_the_control_deadline(tmp_path: Path) -> None:
+    model = write_safetensors_checkpoint(tmp_path / "moe", tiny_moe_config(eos_ids=()))
+    parallel = ParallelConfig(tp=2, dp=2, ep=4, deadlines=Deadlines(control_s=0.4, collective_s=30.0))
+    with Engine(model, parallel=parallel, executor="threads") as engine:
+        for _ in range(2):
+            assert len(engine.generate([PROMPTS[0]], SamplingParams(max_new_tokens=3))[0].token_ids) == 3
+            threading.Event().wait(1.0)  # time itself is what is tested
 
 
 @pytest.mark.processes
