@@ -1,6 +1,6 @@
 """What a coordinator adds to the call of its communicator, with the recorder on.
 
-The communicator moves nothing, so that the difference between a pair of lines is the coordinator's own cost, whatever it stands on.
+The communicator moves nothing: the difference between a pair of lines is the coordinator's own cost, whatever it stands on.
 Every round runs all candidates in turn; a figure is the fastest round's mean, since everything that disturbs only adds.
 
 Run ``python -m benchmarks.bench_overhead [--rounds N]``.
