@@ -20,3 +20,8 @@ def test_links_lead_somewhere(page: Path) -> None:
     links = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL))
     broken = [link for link in links if "://" not in link and not (page.parent / link).exists()]
     assert broken == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_no_output_is_still_to_be_filled_in(page: Path) -> None:
+    assert not re.search(r"\bOUTPUT_[A-Z]+\b", page.read_text())
