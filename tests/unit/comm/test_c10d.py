@@ -151,3 +151,25 @@ def test_other_stores(tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match=r"expected a torch.distributed store, got dict"):
         wrap({})
     store.set_timeout(timedelta(seconds=1))
+
+
+def test_a_member_whose_operation_failed_releases_those_that_wait_for_it() -> None:
+    """Member 2 leaves; 1 cannot go on, but keeps its group; 0 waits for nobody but 1."""
+    over = threading.Event()
+
+    def body(group: GroupCoordinator) -> None:
+        group.barrier()
+        if group.rank == 2:
+            group.close()
+        elif group.rank == 1:
+            with pytest.raises(PeerLostError):
+                group.all_reduce(torch.ones(1))
+            assert over.wait(30)
+        else:
+            try:
+                with pytest.raises(PeerLostError, match="lost the connection to member 1"):
+                    group.recv(1)
+            finally:
+                over.set()
+
+    World("gloo")(3, body)

@@ -259,3 +259,39 @@ def test_the_stack_of_plumbing_alone_is_shown_as_it_is() -> None:
     started.set()
     thread.join()
     assert stack_of(None) == ()
+
+
+def test_over_gloo_a_wait_for_one_ends_when_another_member_is_gone() -> None:
+    """Nobody but the late source has anything for rank 0, whose connections are all whole."""
+    over = threading.Event()
+
+    def body(ctx: ParallelContext) -> None:
+        if ctx.rank == 3:
+            raise KeyError("boom-42")
+        if ctx.rank == 1:
+            think_it_over(over)
+            return
+        if ctx.rank == 0:
+            try:
+                ctx.tp.broadcast(torch.ones(1), 1)
+            finally:
+                over.set()
+
+    def run(ctx: ParallelContext) -> str:
+        return str(in_a_second_context(ctx, body))
+
+    text = run_threads(run, config_of("gloo", "off", size=4, deadlines=Deadlines(collective_s=40)), timeout_s=30)[0]
+    assert "broadcast(float32[1]) lost rank 3 of [0, 1, 2, 3]" in text
+
+
+def test_collectives_over_gloo_are_counted() -> None:
+    def body(ctx: ParallelContext) -> int:
+        for _ in range(3):
+            ctx.tp.all_reduce(torch.ones(1))
+        if ctx.rank == 0:
+            ctx.tp.send(torch.ones(1), 1)
+        else:
+            ctx.tp.recv(0)
+        return ctx.tp._core.traffic.steps
+
+    assert run_threads(body, config_of("gloo", "off"), timeout_s=30) == [3, 3]
