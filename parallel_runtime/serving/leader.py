@@ -1,5 +1,6 @@
 """What only the leader of a replica does: read the front process's messages, turn them into steps, and answer."""
 
+import logging
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from typing import final
@@ -16,13 +17,16 @@ from parallel_runtime.serving.messages import (
     Step,
     StepOutput,
     Submit,
+    Unreadable,
     Wake,
-    decode_front,
     encode,
+    read_front,
 )
 from parallel_runtime.serving.policy import SchedulingPolicy
 
 __all__ = ["LeaderDesk"]
+
+_log = logging.getLogger(__name__)
 
 
 @final
@@ -50,6 +54,8 @@ class LeaderDesk:
     def collect(self, sampled: tuple[int, ...] | None, *, wait_s: float) -> Step:
         """Read what has arrived and make it the next step. What can never be served is refused here and enters no step.
 
+        Bytes that are no message end nothing: the request they are about is refused, or else they are dropped with a warning.
+
         Args:
             sampled: Tokens of the batch that is complete now.
             wait_s: Longest wait for a first message.
@@ -60,7 +66,7 @@ class LeaderDesk:
         requests: dict[str, Request] = {}
         aborts: dict[str, None] = {}
         for message in self._read(wait_s):
-            self.num_told += isinstance(message, Submit | Wake)
+            self.num_told += message.brings_work if isinstance(message, Unreadable) else isinstance(message, Submit | Wake)
             match message:
                 case Submit(request=request):
                     self._accept(request, requests)
@@ -74,6 +80,8 @@ class LeaderDesk:
                     self.is_over = True
                 case Wake():
                     pass
+                case Unreadable():
+                    self._refuse(message)
         self.is_over = self.is_over or self._is_front_gone
         if self.is_over:
             return Step(sampled=sampled, aborts=self._policy.alive, shutdown=True)
@@ -90,10 +98,10 @@ class LeaderDesk:
         except OSError:
             self._is_front_gone = True
 
-    def _read(self, wait_s: float) -> Iterator[FrontMessage]:
+    def _read(self, wait_s: float) -> Iterator[FrontMessage | Unreadable]:
         try:
             while not self._is_front_gone and self._link.poll(wait_s):
-                yield decode_front(self._link.recv_bytes())
+                yield read_front(self._link.recv_bytes())
                 wait_s = 0.0
         except (EOFError, OSError):
             self._is_front_gone = True
@@ -112,6 +120,12 @@ class LeaderDesk:
             self.send(Rejected(request_id=request.request_id, message=str(exc), queue_full=is_full))
         else:
             requests[request.request_id] = request
+
+    def _refuse(self, message: Unreadable) -> None:
+        if message.request_id is None:
+            _log.warning("a message of the front process is dropped: %s", message.reason)
+        else:
+            self.send(Rejected(request_id=message.request_id, message=message.reason))
 
     def _drop(self, names: list[str], requests: dict[str, Request]) -> bool:
         """Abort requests that arrived in this very step; whether all of ``names`` were such."""

@@ -27,13 +27,16 @@ __all__ = [
     "Step",
     "StepOutput",
     "Submit",
+    "Unreadable",
     "Wake",
     "decode_front",
     "decode_leader",
     "encode",
+    "read_front",
 ]
 
-_MAX_SEED = 2**63 - 1
+_MAX_INTEGER = 2**63 - 1
+_GREEDY_BELOW = 1e-6
 
 
 class FinishReason(StrEnum):
@@ -49,7 +52,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     Attributes:
         max_new_tokens: Tokens to make at most, at least 1.
-        temperature: 0 is greedy; above 0 draws from the softmax of ``logits / temperature``.
+        temperature: 0 is greedy; above 0 draws from the softmax of ``logits / temperature``. What is below 1e-6 is greedy too: no
+            other token is left with a probability.
         top_k: Draw among the ``top_k`` most likely tokens only; ``None`` keeps all.
         top_p: Draw among the fewest most likely tokens whose probabilities reach ``top_p``, in ``(0, 1]``.
         seed: Seed of this request's own random stream; equal seeds, equal tokens on every layout. ``None``: the replica chooses.
@@ -57,7 +61,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         ignore_eos: Go on after the model's end-of-sequence token.
 
     Raises:
-        RequestError: A value is outside its range.
+        RequestError: A value has another type or is outside its range; nothing is converted.
     """
 
     max_new_tokens: int = 64
@@ -78,13 +82,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             raise RequestError(f"top_p={self.top_p!r} must be in (0, 1]; 1 keeps every token")
         if self.seed is not None:
             _check_integer("seed", self.seed, low=0)
-        for token in self.stop_token_ids:
-            _check_integer("a stop token id", token, low=0)
+        _check_tokens("stop_token_ids", self.stop_token_ids, each="a stop token id")
+        if type(self.ignore_eos) is not bool:
+            raise RequestError(f"ignore_eos={self.ignore_eos!r} must be True or False")
 
     @property
     def is_greedy(self) -> bool:
         """Whether the most likely token is always taken."""
-        return self.temperature == 0
+        return self.temperature < _GREEDY_BELOW
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -96,7 +101,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         sampling: How tokens are chosen. ``stop_token_ids`` already holds the model's end-of-sequence ids where those count.
 
     Raises:
-        RequestError: The prompt is empty, the id is empty, or a token id is not an integer >= 0.
+        RequestError: The prompt is empty, the id is empty, a token id is not an integer >= 0, or a value has another type.
     """
 
     request_id: str
@@ -104,12 +109,14 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     sampling: SamplingParams
 
     def __post_init__(self) -> None:
-        if not self.request_id:
-            raise RequestError("a request needs a request_id that is not empty")
+        _check_name(self.request_id)
+        _check_tokens(
+            f"the prompt of request {self.request_id!r}", self.prompt, each=f"a prompt token of request {self.request_id!r}"
+        )
         if not self.prompt:
             raise RequestError(f"request {self.request_id!r} has an empty prompt; give at least one token")
-        for token in self.prompt:
-            _check_integer(f"a prompt token of request {self.request_id!r}", token, low=0)
+        if type(self.sampling) is not SamplingParams:
+            raise RequestError(f"the sampling of request {self.request_id!r} must be SamplingParams, got {self.sampling!r}")
 
     @property
     def max_tokens(self) -> int:
@@ -124,9 +131,17 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
-    """Front to leader: end this request, or every one where ``request_id`` is ``None``. An unknown id is nothing."""
+    """Front to leader: end this request, or every one where ``request_id`` is ``None``. An unknown id is nothing.
+
+    Raises:
+        RequestError: The id is neither text nor ``None``, or it is empty.
+    """
 
     request_id: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.request_id is not None:
+            _check_name(self.request_id)
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag=True):
@@ -135,6 +150,20 @@ class Shutdown(msgspec.Struct, frozen=True, tag=True):
 
 class Wake(msgspec.Struct, frozen=True, tag=True):
     """Front to leader: another replica, which this one computes in step with, has got a request."""
+
+
+class Unreadable(msgspec.Struct, frozen=True):
+    """What a leader makes of bytes that are no message; it is never sent.
+
+    Attributes:
+        reason: What is wrong with them.
+        request_id: The request that waits for an answer, where the bytes are a ``Submit`` that names one.
+        brings_work: Whether they were meant to be a ``Submit`` or a ``Wake``, of which every leader counts as many.
+    """
+
+    reason: str
+    request_id: str | None = None
+    brings_work: bool = False
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
@@ -239,6 +268,28 @@ def decode_front(payload: bytes) -> FrontMessage:
     return message
 
 
+def read_front(payload: bytes) -> FrontMessage | Unreadable:
+    """Decode and validate what a leader received, whatever it is.
+
+    Args:
+        payload: Any bytes.
+
+    Returns:
+        The message, or what can be said of bytes that are none.
+    """
+    try:
+        return decode_front(payload)
+    except SerializationError as exc:
+        outline = _outline(payload)
+        is_submit = outline.type == Submit.__name__
+        request_id = outline.request.get("request_id") if is_submit and isinstance(outline.request, dict) else None
+        return Unreadable(
+            reason=str(exc),
+            request_id=request_id if isinstance(request_id, str) else None,
+            brings_work=is_submit or outline.type == Wake.__name__,
+        )
+
+
 def decode_leader(payload: bytes) -> LeaderMessage:
     """Decode and validate what the front process received.
 
@@ -260,14 +311,43 @@ def decode_leader(payload: bytes) -> LeaderMessage:
 def _translated(payload: bytes) -> Iterator[None]:
     try:
         yield
-    except msgspec.DecodeError as exc:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
         raise SerializationError(f"{len(payload)} bytes are not the message expected here: {exc}") from exc
 
 
+class _Outline(msgspec.Struct):
+    """The parts of a front message that tell whom to answer, of any type."""
+
+    type: object = None
+    request: object = None
+
+
+def _outline(payload: bytes) -> _Outline:
+    try:
+        return msgspec.msgpack.decode(payload, type=_Outline)
+    except (msgspec.DecodeError, ValueError, RecursionError):
+        return _Outline()
+
+
 def _check_integer(what: str, value: object, *, low: int) -> None:
-    if type(value) is not int or not low <= value <= _MAX_SEED:
+    if type(value) is not int or not low <= value <= _MAX_INTEGER:
         raise RequestError(f"{what} must be an integer of at least {low}, got {value!r}")
 
 
+def _check_tokens(what: str, values: object, *, each: str) -> None:
+    if not isinstance(values, tuple):
+        raise RequestError(f"{what} must be a tuple of token ids such as (1, 2), got {values!r}")
+    for value in values:
+        _check_integer(each, value, low=0)
+
+
+def _check_name(value: object) -> None:
+    if not isinstance(value, str) or not value:
+        raise RequestError(f"a request needs a request_id that is not empty, as text; got {value!r}")
+    if not value.isprintable():
+        raise RequestError(f"request_id={value!r} has characters that cannot be printed")
+
+
 def _is_number(value: object) -> bool:
-    return type(value) in (int, float) and isfinite(value)  # type: ignore[arg-type]  # the first half makes it a number
+    """Such as every message can carry: a finite float, or an integer of 63 bits."""
+    return isfinite(value) if type(value) is float else type(value) is int and abs(value) <= _MAX_INTEGER

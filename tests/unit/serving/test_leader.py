@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 
+import msgspec
 import pytest
 
-from parallel_runtime.errors import SerializationError
 from parallel_runtime.serving.leader import LeaderDesk
 from parallel_runtime.serving.messages import (
     Abort,
@@ -110,10 +110,34 @@ def test_an_answer_to_a_front_that_is_gone_ends_everything(office: Office) -> No
     assert office.desk.collect(None, wait_s=0.0).shutdown
 
 
-def test_bytes_that_are_no_message(office: Office) -> None:
-    office.front.send_bytes(b"\xc1")
-    with pytest.raises(SerializationError, match="1 bytes are not the message expected here"):
-        office.desk.collect(None, wait_s=1.0)
+def test_bytes_that_are_no_message_are_dropped(office: Office, caplog: pytest.LogCaptureFixture) -> None:
+    for payload in (
+        b"",
+        b"\xc1",
+        b"\x91" * 5000,
+        b"\xa1\xff",
+        encode(Submit(make("x")))[:-3],
+        msgspec.msgpack.encode({"type": 5}),
+    ):
+        office.front.send_bytes(payload)
+    office.say(Submit(make("a")))
+    assert office.desk.collect(None, wait_s=1.0) == Step(requests=(make("a"),))
+    assert [record.getMessage()[:43] for record in caplog.records] == ["a message of the front process is dropped: "] * 6
+    assert "1 bytes are not the message expected here" in caplog.text
+    assert (office.heard(), office.desk.num_told) == ([], 1)
+
+
+def test_a_request_that_cannot_be_decoded_is_refused(office: Office) -> None:
+    raw = msgspec.to_builtins(Submit(make("a")))
+    raw["request"]["sampling"]["ignore_eos"] = "yes"
+    office.front.send_bytes(msgspec.msgpack.encode(raw))
+    office.say(Submit(make("b")))
+    assert office.desk.collect(None, wait_s=1.0) == Step(requests=(make("b"),))
+    (refused,) = office.heard()
+    assert isinstance(refused, Rejected)
+    assert refused.request_id == "a"
+    assert "ignore_eos" in refused.message
+    assert office.desk.num_told == 2, "other leaders were woken for it"
 
 
 def test_messages_that_may_bring_work_are_counted(office: Office) -> None:

@@ -1,6 +1,8 @@
 """Messages: checked values, and bytes that come back as they went."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from parallel_runtime.errors import RequestError, SerializationError
 from parallel_runtime.serving.messages import (
@@ -18,6 +20,17 @@ from parallel_runtime.serving.messages import (
     decode_front,
     decode_leader,
     encode,
+)
+
+JUNK: st.SearchStrategy[object] = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-1, 3),
+    st.integers(),
+    st.sampled_from([2**63 - 1, 2**63, 10**400, "yes", b"ab", 1e308, 1e-320, float("inf"), float("nan")]),
+    st.floats(),
+    st.lists(st.integers(-1, 5), max_size=2),
+    st.lists(st.integers(), max_size=2).map(tuple),
 )
 
 REQUEST = Request(request_id="a", prompt=(1, 2), sampling=SamplingParams(temperature=0.5, seed=2**63 - 1, stop_token_ids=(0,)))
@@ -66,7 +79,20 @@ def test_values_are_checked_on_arrival_too() -> None:
         ({"top_p": 1.5}, "top_p=1.5"),
         ({"seed": -1}, "seed must be an integer of at least 0"),
         ({"seed": 2**63}, "seed"),
+        ({"seed": "1"}, "seed must be an integer of at least 0, got '1'"),
         ({"stop_token_ids": (-1,)}, "a stop token id"),
+        ({"stop_token_ids": (1.0,)}, "a stop token id must be an integer of at least 0, got 1.0"),
+        ({"stop_token_ids": [1]}, r"stop_token_ids must be a tuple of token ids such as \(1, 2\), got \[1\]"),
+        ({"stop_token_ids": 5}, "stop_token_ids must be a tuple"),
+        ({"stop_token_ids": "ab"}, "stop_token_ids must be a tuple"),
+        ({"ignore_eos": "yes"}, "ignore_eos='yes' must be True or False"),
+        ({"ignore_eos": 1}, "ignore_eos=1 must be True or False"),
+        ({"temperature": float("inf")}, "temperature=inf"),
+        ({"temperature": -1e-40}, "temperature=-1e-40 must be a finite number"),
+        ({"temperature": 10**400}, "temperature=1000"),
+        ({"temperature": True}, "temperature=True"),
+        ({"top_p": float("nan")}, "top_p=nan"),
+        ({"top_p": "1"}, "top_p='1'"),
     ],
 )
 def test_sampling_values_outside_their_range(values: dict[str, object], text: str) -> None:
@@ -83,7 +109,52 @@ def test_requests_that_cannot_be() -> None:
         Request(request_id="a", prompt=(1, -3), sampling=SamplingParams())
 
 
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ({"request_id": 5}, "request_id that is not empty, as text; got 5"),
+        ({"request_id": "\ud800"}, "characters that cannot be printed"),
+        ({"prompt": [1]}, r"the prompt of request 'a' must be a tuple of token ids such as \(1, 2\), got \[1\]"),
+        ({"prompt": b"abc"}, "the prompt of request 'a' must be a tuple"),
+        ({"sampling": None}, "the sampling of request 'a' must be SamplingParams, got None"),
+    ],
+)
+def test_values_of_other_types_are_no_request(values: dict[str, object], text: str) -> None:
+    good: dict[str, object] = {"request_id": "a", "prompt": (1,), "sampling": SamplingParams()}
+    with pytest.raises(RequestError, match=text):
+        Request(**good | values)  # type: ignore[arg-type]  # wrong on purpose
+
+
+def test_an_abort_names_a_request_by_text() -> None:
+    with pytest.raises(RequestError, match=r"as text; got \[\]"):
+        Abort([])  # type: ignore[arg-type]  # wrong on purpose
+
+
+@given(
+    st.builds(
+        lambda **values: values,
+        max_new_tokens=JUNK,
+        temperature=JUNK,
+        top_k=JUNK,
+        top_p=JUNK,
+        seed=JUNK,
+        stop_token_ids=JUNK,
+        ignore_eos=JUNK,
+    )
+)
+def test_what_the_constructor_takes_arrives(values: dict[str, object]) -> None:
+    """Each field alone, so that one that is refused hides no other."""
+    for name, value in values.items():
+        try:
+            sampling = SamplingParams(**{name: value})  # type: ignore[arg-type]  # mostly wrong on purpose
+        except RequestError:
+            continue
+        request = Request(request_id="a", prompt=(1,), sampling=sampling)
+        assert decode_front(encode(Submit(request))) == Submit(request)
+
+
 def test_what_a_request_holds_at_most() -> None:
     assert Request(request_id="a", prompt=(1, 2, 3), sampling=SamplingParams(max_new_tokens=4)).max_tokens == 7
     assert SamplingParams().is_greedy
     assert not SamplingParams(temperature=0.1).is_greedy
+    assert SamplingParams(temperature=1e-40).is_greedy
