@@ -16,6 +16,7 @@ from parallel_runtime.serving.messages import SamplingParams
 __all__ = ["mix_seed", "sample_token"]
 
 _MASK = 2**64 - 1
+_MAX_TEMPERATURE = torch.finfo(torch.float32).max
 
 
 def mix_seed(*parts: int) -> int:
@@ -37,14 +38,15 @@ def sample_token(logits_V: Tensor, sampling: SamplingParams, *, seed: int, posit
 
     Args:
         logits_V: Logits of the whole vocabulary.
-        sampling: Temperature above 0, ``top_k`` and ``top_p``.
+        sampling: Temperature, ``top_k`` and ``top_p``; not greedy.
         seed: Seed of the request's stream.
         position: Position the token will have in its sequence.
 
     Returns:
         The token id.
     """
-    scores_V = logits_V.detach().to("cpu", torch.float32) / sampling.temperature
+    logits_V = logits_V.detach().to("cpu", torch.float32)
+    scores_V = (logits_V - logits_V.max()) / min(sampling.temperature, _MAX_TEMPERATURE)  # the likeliest one stays at 0
     if sampling.top_k is not None and sampling.top_k < scores_V.numel():
         kept = scores_V.topk(sampling.top_k).indices
         scores_V = torch.full_like(scores_V, -torch.inf).index_copy_(0, kept, scores_V[kept])
@@ -52,6 +54,7 @@ def sample_token(logits_V: Tensor, sampling: SamplingParams, *, seed: int, posit
     if sampling.top_p < 1:
         sorted_V, order_V = probabilities_V.sort(descending=True, stable=True)
         is_beyond = sorted_V.cumsum(-1) - sorted_V >= sampling.top_p
+        is_beyond[0] = False  # where float32 has no number as small as top_p
         probabilities_V[order_V[is_beyond]] = 0
     generator = torch.Generator().manual_seed(mix_seed(seed, position))
     noise_V = torch.empty_like(probabilities_V).exponential_(generator=generator)

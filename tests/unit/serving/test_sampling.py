@@ -37,6 +37,18 @@ def test_top_p_keeps_the_fewest_that_reach_it() -> None:
         assert torch.allclose(frequencies[:kept], probabilities[:kept] / probabilities[:kept].sum(), atol=0.05)
 
 
+def test_extreme_values_keep_the_most_likely() -> None:
+    logits = torch.tensor([0.0, 3e4, 5e4, -torch.inf])
+    for sampling in (
+        SamplingParams(temperature=1e-6),
+        SamplingParams(temperature=1.0, top_p=1e-300),
+        SamplingParams(temperature=1.0, top_p=5e-324),
+    ):
+        assert draw(sampling, 50, logits).tolist() == [0, 0, 1, 0], sampling
+    frequencies = draw(SamplingParams(temperature=1e308), 1500)  # all equal, but what is impossible
+    assert torch.allclose(frequencies, torch.tensor([0.25, 0.25, 0.25, 0.25, 0]), atol=0.05)
+
+
 def test_equal_integers_give_equal_tokens_and_torch_is_left_alone() -> None:
     logits = torch.randn(1000, generator=torch.Generator().manual_seed(1))
     sampling = SamplingParams(temperature=1.0)
