@@ -154,7 +154,7 @@ class VllmSizes(_Sizes):
         prefill_context_parallel_size: Context-parallel size.
         decode_context_parallel_size: Decode-context-parallel width.
         enable_expert_parallel: Whether experts are spread over the stage (``ep`` is its size) or each is cut over it (``etp``
-            is). vLLM builds its ep group, which is the whole stage, either way; its own default is ``False``.
+            is). vLLM builds its ep group, which is the whole stage, either way.
 
     Raises:
         ConfigError: vLLM refuses the combination.
@@ -165,7 +165,7 @@ class VllmSizes(_Sizes):
     data_parallel_size: int = 1
     prefill_context_parallel_size: int = 1
     decode_context_parallel_size: int = 1
-    enable_expert_parallel: bool = True
+    enable_expert_parallel: bool = False
 
     def settings(self) -> dict[str, Any]:
         """Read the sizes as a ``ParallelConfig`` would be written.
@@ -206,7 +206,7 @@ class MegatronSizes(_Sizes):
         pipeline_model_parallel_size: Pipeline stages.
         context_parallel_size: Context-parallel size.
         expert_model_parallel_size: Expert-parallel width.
-        expert_tensor_parallel_size: Tensor-parallel width inside an expert; ``None`` means the tensor-parallel size.
+        expert_tensor_parallel_size: Tensor-parallel width inside an expert; left out, the tensor-parallel size.
         order: Axis names joined by ``-``, fastest first; an axis of size 1 may be left out.
 
     Raises:

@@ -48,7 +48,10 @@ def check_servable(parallel: ParallelConfig, shape: ModelShape) -> None:
         if (size := getattr(parallel, axis)) > 1:
             raise ConfigError(f"{axis}={size}: models are served with tp, pp, dp and, where they have experts, ep; use {axis}=1")
     if parallel.ep > 1 and not shape.num_experts:
-        raise ConfigError(f"ep={parallel.ep}: this model has no experts to spread; use ep=1")
+        raise ConfigError(
+            f"ep={parallel.ep}: this model is dense and has no experts to spread; use ep=1 (in vLLM's words "
+            "enable_expert_parallel=False, in SGLang's ep_size=1, in Megatron's expert_model_parallel_size=1)"
+        )
 
 
 @final

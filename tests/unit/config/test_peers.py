@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
+from parallel_runtime.config.dialects import named_groups
 from parallel_runtime.config.parallel_config import ParallelConfig
 from parallel_runtime.config.peers import MegatronSizes, SglangSizes, TorchtitanSizes, VllmSizes
 from parallel_runtime.errors import ConfigError
@@ -16,9 +17,11 @@ def test_sizes_are_read_by_the_table() -> None:
     assert sglang(tp_size=8, attn_dp_size=2, attn_cp_size=2, ep_size=4) == ParallelConfig(tp=2, cp=2, dp=2, ep=4, etp=2)
     assert sglang(tp_size=8, dp_size=4, enable_dp_attention=True) == ParallelConfig(tp=2, dp=4, etp=8)
     assert vllm(tensor_parallel_size=2, data_parallel_size=2, pipeline_parallel_size=2) == ParallelConfig(
-        tp=2, dp=2, pp=2, ep=4, etp=1, order=("tp", "cp", "pp", "dp")
+        tp=2, dp=2, pp=2, etp=4, order=("tp", "cp", "pp", "dp")
     )
-    assert vllm(tensor_parallel_size=2, data_parallel_size=2, enable_expert_parallel=False).etp == 4
+    spread = vllm(tensor_parallel_size=2, data_parallel_size=2, enable_expert_parallel=True)
+    assert (spread.ep, spread.etp) == (4, 1)
+    assert named_groups(spread, "vllm") == named_groups(spread.replace(ep=1, etp=4), "vllm")
     assert megatron(
         world_size=16, tensor_model_parallel_size=2, expert_model_parallel_size=4, order="tp-pp-ep-dp"
     ) == ParallelConfig(tp=2, dp=8, ep=4, etp=2, order=("tp", "pp", "dp", "cp"))

@@ -58,13 +58,20 @@ def test_impossible_settings_start_nothing(model: Path) -> None:
         (ParallelConfig(tp=5), ServingConfig(), "tp=5 is more than the 4 query heads"),
         (ParallelConfig(pp=2), ServingConfig(stage_layers=(1, 1)), "stage sizes"),
         (ParallelConfig(cp=2), ServingConfig(), "cp=2: models are served with tp, pp, dp and"),
-        (ParallelConfig(tp=2, ep=2), ServingConfig(), "ep=2: this model has no experts"),
+        (ParallelConfig(tp=2, ep=2), ServingConfig(), r"ep=2: this model is dense .* use ep=1 \(in vLLM's words enable_expert_parallel=False"),
     ):
         with pytest.raises(ConfigError, match=text):
             Engine(model, parallel=parallel, serving=serving, executor="threads").__enter__()
     with pytest.raises(CheckpointError, match="no model at"):
         Engine(model / "nowhere").__enter__()
     assert threading.active_count() == before
+
+
+def test_vllms_sizes_serve_a_dense_model(model: Path, expected: list[tuple[int, ...]]) -> None:
+    parallel = ParallelConfig.from_vllm(tensor_parallel_size=2, data_parallel_size=2)
+    with Engine(model, parallel=parallel, executor="threads") as engine:
+        completions = engine.generate(PROMPTS, SamplingParams(max_new_tokens=NEW))
+    assert [completion.token_ids for completion in completions] == expected
 
 
 def test_prompts_that_cannot_be_served(engine: Engine, expected: list[tuple[int, ...]]) -> None:

@@ -102,7 +102,7 @@ def test_axes_without_use_are_refused() -> None:
     ):
         with pytest.raises(ConfigError, match=f"{text}: models are served with tp, pp, dp and, where they have experts, ep"):
             check_servable(parallel, tiny_moe_config().shape)
-    with pytest.raises(ConfigError, match="ep=2: this model has no experts to spread"):
+    with pytest.raises(ConfigError, match="ep=2: this model is dense and has no experts to spread; use ep=1"):
         check_servable(ParallelConfig(tp=2, ep=2), tiny_llama_config().shape)
     check_servable(ParallelConfig(tp=2, pp=3, dp=4), tiny_llama_config().shape)
     check_servable(ParallelConfig(tp=2, pp=3, dp=4, ep=8), tiny_moe_config().shape)
