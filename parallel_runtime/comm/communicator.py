@@ -88,6 +88,10 @@ class Communicator(ABC):
         """The lock, the sequence number and the recorder of everything that runs over this communicator."""
         return Traffic()
 
+    def join_traffic(self, traffic: Traffic) -> None:
+        """Become a part of another communicator: what ends its waits ends the waits of this one, too."""
+        self.traffic = traffic
+
     @abstractmethod
     def supports(self, operation: Operation, dtype: torch.dtype, nbytes: int) -> bool:
         """Whether it can run ``operation`` on ``nbytes`` of ``dtype``. Equal on every member; asked before each plan is made."""

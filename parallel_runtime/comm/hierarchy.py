@@ -116,6 +116,9 @@ class HierarchicalCommunicator(Communicator):
         self._split = split
         self._flat = flat
         self._inside = inside
+        for part in (flat, inside):
+            if part is not None:
+                part.join_traffic(self.traffic)
         self._between = _Leaders(flat, split) if rank_in_group in split.leaders else None
 
     def supports(self, operation: Operation, dtype: torch.dtype, nbytes: int) -> bool:

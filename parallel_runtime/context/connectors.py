@@ -115,6 +115,7 @@ class ProcessConnector:
         shm: Whether to share memory: where it can be had, always, or never.
         address: Where gloo listens; it does once it is needed, at one place for all groups.
         timeout_s: How long a group may take to connect, in seconds.
+        errands: What this rank moves on while it waits in whichever of its groups, also in those of other contexts of its family.
     """
 
     def __init__(
@@ -127,6 +128,7 @@ class ProcessConnector:
         shm: Literal["auto", "on", "off"],
         address: str,
         timeout_s: float,
+        errands: Errands,
     ) -> None:
         self._store = store
         self._backend = backend
@@ -136,7 +138,7 @@ class ProcessConnector:
         self._address = address
         self._timeout_s = timeout_s
         self._transport: object | None = None
-        self._errands = Errands()
+        self._errands = errands
 
     def __call__(self, key: str, ranks: tuple[Rank, ...], rank_in_group: int) -> Connection:
         """Connect to the other members.

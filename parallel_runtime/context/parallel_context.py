@@ -12,6 +12,7 @@ import torch
 from parallel_runtime.comm.c10d import Store, adopted, wrap
 from parallel_runtime.comm.coordinator import GroupCoordinator
 from parallel_runtime.comm.local import LocalHub
+from parallel_runtime.comm.shm import Errands
 from parallel_runtime.config.environment import Identity, current_environ, detect
 from parallel_runtime.config.parallel_config import ParallelConfig
 from parallel_runtime.config.plan import Plan
@@ -92,6 +93,7 @@ class ParallelContext:
         self._probe = probe
         self._parent: ParallelContext | None = None
         self._children: list[ParallelContext] = []
+        self._errands = Errands()
         self._name = ""
         self._is_isolated = False
         self._state = ContextState.NEW
@@ -596,6 +598,7 @@ class ParallelContext:
             shm=self._config.shm,
             address=own_address(self.identity),
             timeout_s=self._config.deadlines.join_s,
+            errands=self._errands,
         )
 
     def _agree_on_extra_group(self, meeting: Meeting, axes: tuple[str, ...], ranks: tuple[Rank, ...]) -> None:
@@ -611,6 +614,7 @@ class ParallelContext:
         config = config.replace(backend="fake") if self._backend == "fake" else config
         child = ParallelContext(config, identity=self.identity, store=store, hub=self._hub)
         child._parent, child._name, child._is_isolated = self, name, is_isolated
+        child._errands = self._errands
         return child
 
     def _inherit(self, parent: "ParallelContext") -> None:

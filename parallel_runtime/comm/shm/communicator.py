@@ -18,6 +18,7 @@ from parallel_runtime.comm.shm.segment import KeyValueStore, Segment, SegmentWay
 from parallel_runtime.comm.shm.steps import Steps, fingerprint
 from parallel_runtime.comm.shm.symmetric import SymmetricBuffer
 from parallel_runtime.comm.shm.waiting import Bells, Errands, Liveness, Waiter
+from parallel_runtime.comm.traffic import Traffic
 from parallel_runtime.errors import ArgumentError, ContextStateError, PeerFailedError, PeerLostError
 
 __all__ = ["ShmCommunicator"]
@@ -76,6 +77,7 @@ class ShmCommunicator(Communicator):
         spins = _SPINS_CROWDED if is_crowded else _SPINS
         waiter = Waiter(bells, liveness, spins=spins, shares_process=shares_process, errands=errands)
         waiter.traffic = self.traffic
+        self._waiter = waiter
         self._steps = steps = Steps(memory, geometry, rank_in_group, waiter, bells)
         mailbox = Mailbox(memory, geometry, rank_in_group, waiter, bells)
         mailbox.on_break = self._break
@@ -122,6 +124,11 @@ class ShmCommunicator(Communicator):
         return cls(
             segment, geometries[sizes.index(segment.nbytes)], rank_in_group, store, key, Errands() if errands is None else errands
         )
+
+    def join_traffic(self, traffic: Traffic) -> None:
+        """Become a part of another communicator."""
+        super().join_traffic(traffic)
+        self._waiter.traffic = traffic
 
     def describe(self) -> str:
         """One line for people: the memory it has, how it got it, how it waits."""
@@ -282,7 +289,7 @@ class ShmCommunicator(Communicator):
         if parts is None:
             return
         self._parts = None
-        del self._steps  # no plan is left that could ask for it
+        del self._steps, self._waiter  # no plan is left that could ask for them
         self._plans.clear()
         if os.getpid() == self._pid:
             parts.liveness.leave(gave_up=False)
