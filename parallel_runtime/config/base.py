@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails
 
 from parallel_runtime.errors import ConfigError
+from parallel_runtime.values import shown
 
 __all__ = ["FrozenModel"]
 
@@ -28,6 +29,14 @@ class FrozenModel(BaseModel):
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", validate_default=True)
 
     spellings: ClassVar[Mapping[str, str]] = MappingProxyType({})
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if final_base := next((base for base in cls.__mro__[1:] if "__final__" in vars(base)), None):
+            raise ConfigError(
+                f"{cls.__qualname__} cannot be a subclass: {final_base.__name__} is final, so that equal settings mean the same "
+                f"everywhere; keep further settings in a model of your own beside it"
+            )
 
     def __init__(self, **values: object) -> None:
         try:
@@ -73,6 +82,42 @@ class FrozenModel(BaseModel):
         except ValidationError as exc:
             raise ConfigError(_explain(cls, exc)) from None
 
+    @classmethod
+    def model_validate_strings(cls, obj: Any, **options: Any) -> Self:
+        """Make an instance from a mapping of field names to text. A number given as text is refused: nothing is converted.
+
+        Args:
+            obj: Such as ``{"name": "x"}``.
+            **options: As pydantic's method takes them.
+
+        Returns:
+            The instance.
+
+        Raises:
+            ConfigError: A text is not a value of its field, or a value breaks a rule.
+        """
+        try:
+            return super().model_validate_strings(obj, **options)
+        except ValidationError as exc:
+            raise ConfigError(_explain(cls, exc)) from None
+
+    @classmethod
+    def model_construct(cls, _fields_set: set[str] | None = None, **values: Any) -> Self:  # type: ignore[override]  # the plugin's own
+        """Make an instance, validating it (pydantic's own method does not).
+
+        Args:
+            _fields_set: Taken for compatibility.
+            **values: By field name.
+
+        Returns:
+            The instance.
+
+        Raises:
+            ConfigError: A value breaks a rule.
+        """
+        del _fields_set
+        return cls(**values)
+
     def replace(self, **changes: object) -> Self:
         """Derive a variant; fields that were never set are derived again.
 
@@ -111,6 +156,9 @@ class FrozenModel(BaseModel):
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (type(self), self._given())
 
+    def __setstate__(self, state: dict[Any, Any]) -> None:
+        raise ConfigError(f"a {type(self).__name__} does not change; make a variant with replace(...)")
+
     def _given(self) -> dict[str, object]:
         return {name: getattr(self, name) for name in type(self).model_fields if name in self.model_fields_set}
 
@@ -125,7 +173,7 @@ def _explain(cls: type[FrozenModel], exc: ValidationError) -> str:
 
 def _explain_one(cls: type[FrozenModel], error: ErrorDetails) -> str:
     where = ".".join(map(str, error["loc"]))
-    came = f"{where}={error['input']!r}"
+    came = f"{where}={shown(error['input'])}"
     kind = error["type"]
     if kind == "value_error":
         return str(error["ctx"]["error"])
@@ -138,7 +186,7 @@ def _explain_one(cls: type[FrozenModel], error: ErrorDetails) -> str:
     if kind == "json_invalid":
         return f"{cls.__name__}: {error['msg']}"
     message = error["msg"].removeprefix("Input ")
-    return f"{came} {message}" if where else f"{cls.__name__}: {error['input']!r} {message}"
+    return f"{came} {message}" if where else f"{cls.__name__}: {shown(error['input'])} {message}"
 
 
 def _kind_of(value: object) -> str:

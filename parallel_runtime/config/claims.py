@@ -2,14 +2,18 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias, final
+from typing import Final, Literal, TypeAlias, final
 
 from parallel_runtime.errors import LauncherEnvironmentError
+from parallel_runtime.values import shown
 
-__all__ = ["Claim", "ClaimSource", "read_explicit", "read_integer", "read_mpich", "read_openmpi", "read_torchrun"]
+__all__ = ["Claim", "ClaimSource", "read_explicit", "read_host", "read_integer", "read_mpich", "read_openmpi", "read_torchrun"]
 
 ClaimSource: TypeAlias = Literal["explicit", "torchrun", "openmpi", "mpich", "slurm"]
 """A launcher that leaves variables behind."""
+
+_LARGEST: Final = 2**31 - 1
+_MOST_DIGITS: Final = 10
 
 
 @final
@@ -73,14 +77,37 @@ def read_integer(environ: Mapping[str, str], name: str) -> int | None:
         Its value, 0 or more; ``None`` where it is not set.
 
     Raises:
-        LauncherEnvironmentError: It is empty, negative or not a whole number.
+        LauncherEnvironmentError: It is empty, negative, not a whole number, or above 2**31 - 1.
     """
     text = environ.get(name)
     if text is None:
         return None
     if not (text.isascii() and text.isdigit()):
-        raise LauncherEnvironmentError(f"{name}={text!r} must be a whole number, 0 or more")
+        raise LauncherEnvironmentError(f"{name}={shown(text)} must be a whole number, 0 or more")
+    if len(text.lstrip("0")) > _MOST_DIGITS or int(text) > _LARGEST:
+        raise LauncherEnvironmentError(f"{name}={shown(text)} must be at most 2**31 - 1 = {_LARGEST}")
     return int(text)
+
+
+def read_host(environ: Mapping[str, str], *names: str) -> str | None:
+    """The host of rank 0, as a launcher wrote it.
+
+    Args:
+        environ: Variables of the process.
+        names: Where it may stand; the first that is not empty counts.
+
+    Returns:
+        The host; ``None`` where none is set.
+
+    Raises:
+        LauncherEnvironmentError: It holds a blank.
+    """
+    name = next((name for name in names if environ.get(name)), None)
+    if name is None:
+        return None
+    if any(character.isspace() for character in environ[name]):
+        raise LauncherEnvironmentError(f"{name}={shown(environ[name])} holds a blank; use a bare host name or address")
+    return environ[name]
 
 
 def read_explicit(environ: Mapping[str, str]) -> Claim | None:
@@ -209,7 +236,7 @@ def _claim(
         host_rank=host_rank,
         num_hosts=num_hosts,
         num_agents=num_agents,
-        master_host=next((environ[name] for name in host_names if environ.get(name)), None),
+        master_host=read_host(environ, *host_names),
         master_port=next((read_integer(environ, name) for name in port_names if name in environ), None),
     )
 

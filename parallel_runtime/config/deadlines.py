@@ -2,13 +2,22 @@
 
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import BeforeValidator, ValidationInfo
 
 from parallel_runtime.config.base import FrozenModel
+from parallel_runtime.errors import ConfigError
+from parallel_runtime.values import seconds_problem
 
 __all__ = ["Deadlines"]
 
-_Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+def _check(value: object, info: ValidationInfo) -> object:
+    if problem := seconds_problem(str(info.field_name), value):
+        raise ConfigError(problem)
+    return value
+
+
+_Seconds = Annotated[float, BeforeValidator(_check)]
 
 
 class Deadlines(FrozenModel):
@@ -22,7 +31,7 @@ class Deadlines(FrozenModel):
         exit_s: For a context to close, and for a rank to end once it was told to.
 
     Raises:
-        ConfigError: A deadline is not a positive, finite number.
+        ConfigError: A deadline is not a number above 0 and at most 1e9.
     """
 
     join_s: _Seconds = 60.0

@@ -5,9 +5,10 @@ from math import prod
 from typing import Literal, TypeAlias, cast, get_args
 
 from parallel_runtime.config.parallel_config import ParallelConfig
-from parallel_runtime.errors import ConfigError
+from parallel_runtime.errors import ArgumentError, ConfigError
 from parallel_runtime.terms import DENSE_AXES, DenseAxis, Rank
 from parallel_runtime.topology import Layout, Mesh
+from parallel_runtime.values import type_problem
 
 __all__ = ["Dialect", "NamedGroups", "named_groups"]
 
@@ -30,8 +31,11 @@ def named_groups(config: ParallelConfig, dialect: Dialect, *, dp_replicate: int 
         The project's own group names and their rank lists, over the whole world.
 
     Raises:
+        ArgumentError: ``dialect`` is not a name.
         ConfigError: The project has no such layout, or the dialect is unknown.
     """
+    if problem := type_problem("dialect", dialect, str, f"use one of {', '.join(get_args(Dialect))}"):
+        raise ArgumentError(problem)
     layout = config.layout
     if dialect == "torchtitan":
         return _torchtitan(layout, dp_replicate)

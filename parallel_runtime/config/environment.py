@@ -17,17 +17,21 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Literal, TypeAlias, final
+from typing import Final, Literal, TypeAlias, final
 
 from parallel_runtime.config.claims import Claim, read_explicit, read_mpich, read_openmpi, read_torchrun
 from parallel_runtime.config.slurm import first_host, read_slurm
 from parallel_runtime.errors import LauncherEnvironmentError
 from parallel_runtime.terms import Rank
+from parallel_runtime.values import shown
 
 __all__ = ["Identity", "IdentitySource", "adopt_environ", "current_environ", "detect"]
 
 IdentitySource: TypeAlias = Literal["explicit", "torchrun", "openmpi", "mpich", "slurm", "single", "argument"]
 """Where an identity came from; ``argument`` is one that a caller wrote down."""
+
+_NEEDED: Final = ("rank", "world_size", "local_rank")
+_NUMBERS: Final = (*_NEEDED, "local_world_size", "host_rank", "num_hosts", "master_port")
 
 
 @final
@@ -49,7 +53,7 @@ class Identity:
         set_aside: One line for each set of variables that was seen and not believed, with the reason.
 
     Raises:
-        LauncherEnvironmentError: A position is not inside its size, or a size or port is out of range.
+        LauncherEnvironmentError: A field has another type, a position is not inside its size, or a size or port is out of range.
     """
 
     rank: Rank
@@ -65,6 +69,11 @@ class Identity:
     set_aside: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        for name in _NUMBERS:
+            _check_number(name, getattr(self, name), is_needed=name in _NEEDED)
+        for name, text in (("master_host", self.master_host), ("host", self.host)):
+            if text is not None and (not isinstance(text, str) or not text or any(map(str.isspace, text))):
+                raise LauncherEnvironmentError(f"{name}={shown(text)} must be the bare name or address of a host, or None")
         _check_inside("rank", self.rank, "world_size", self.world_size)
         _check_inside("local_rank", self.local_rank, "local_world_size", self.local_world_size or self.world_size)
         if self.host_rank is not None and self.num_hosts is not None:
@@ -175,6 +184,13 @@ def _identity(claim: Claim, environ: Mapping[str, str], set_aside: tuple[str, ..
         master_port=port,
         set_aside=set_aside,
     )
+
+
+def _check_number(name: str, value: object, *, is_needed: bool) -> None:
+    if type(value) is not int and (value is not None or is_needed):
+        raise LauncherEnvironmentError(
+            f"{name}={shown(value)} is of type {type(value).__name__}, but must be an integer{'' if is_needed else ' or None'}"
+        )
 
 
 def _check_inside(name: str, value: int, size_name: str, size: int) -> None:

@@ -3,16 +3,19 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import final
+from typing import Final, final
 
-from parallel_runtime.config.claims import Claim, read_integer
+from parallel_runtime.config.claims import Claim, read_host, read_integer
 from parallel_runtime.errors import LauncherEnvironmentError
+from parallel_runtime.values import shown
 
 __all__ = ["SlurmReading", "expand_counts", "first_host", "read_slurm"]
 
 _FIRST_RESERVED_STEP = 0xFFFFFFFA
 """Slurm numbers its interactive, batch, external and pending steps from here up."""
 
+_MOST_DIGITS: Final = 10
+_MOST_NODES: Final = 1_000_000
 _NAMED_STEPS = frozenset({"batch", "extern", "interactive"})
 
 
@@ -82,19 +85,22 @@ def expand_counts(text: str) -> tuple[int, ...]:
         ``(4, 4, 3)`` for the example.
 
     Raises:
-        LauncherEnvironmentError: The text has another form.
+        LauncherEnvironmentError: The text has another form, or speaks of more than a million nodes.
     """
     counts: list[int] = []
     for part in text.split(","):
-        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        match = re.fullmatch(r"([0-9]{1,10})(?:\(x([0-9]{1,10})\))?", part)
         if match is None:
-            raise LauncherEnvironmentError(f"SLURM_STEP_TASKS_PER_NODE={text!r} is not a list of counts such as '4(x2),3'")
-        counts += [int(match[1])] * int(match[2] or 1)
+            raise LauncherEnvironmentError(f"SLURM_STEP_TASKS_PER_NODE={shown(text)} is not a list of counts such as '4(x2),3'")
+        times = int(match[2] or 1)
+        if len(counts) + times > _MOST_NODES:
+            raise LauncherEnvironmentError(f"SLURM_STEP_TASKS_PER_NODE={shown(text)} speaks of more than {_MOST_NODES} nodes")
+        counts += [int(match[1])] * times
     return tuple(counts)
 
 
 def _is_reserved(step: str) -> bool:
-    return step in _NAMED_STEPS or (step.isdigit() and int(step) >= _FIRST_RESERVED_STEP)
+    return step in _NAMED_STEPS or (step.isdigit() and (len(step) > _MOST_DIGITS or int(step) >= _FIRST_RESERVED_STEP))
 
 
 def _shell(environ: Mapping[str, str], job: str | None, step: str | None) -> SlurmReading:
@@ -130,6 +136,6 @@ def _step(environ: Mapping[str, str], size_name: str) -> Claim:
         local_world_size=counts[host_rank] if host_rank is not None and host_rank < len(counts) else None,
         host_rank=host_rank,
         num_hosts=read_integer(environ, nodes_name),
-        master_host=environ.get("MASTER_ADDR") or None,
+        master_host=read_host(environ, "MASTER_ADDR"),
         master_port=read_integer(environ, "MASTER_PORT"),
     )

@@ -15,6 +15,7 @@ from parallel_runtime.errors import ArgumentError
 from parallel_runtime.terms import DENSE_AXES, EXPERT_AXES, DenseAxis, Rank
 from parallel_runtime.topology.mesh import Mesh, shift
 from parallel_runtime.topology.rules import check_dcp, check_expert_sizes, check_order, check_ranks, check_sizes
+from parallel_runtime.values import type_problem
 
 __all__ = ["Coordinate", "Layout"]
 
@@ -290,6 +291,9 @@ class Layout:
         )
 
     def _select(self, axes: tuple[str, ...]) -> _Selection:
+        for axis in axes:
+            if problem := type_problem("axis", axis, str, 'name axes one by one, such as "tp", "pp"'):
+                raise ArgumentError(problem)
         if axes in (("world",), ("stage",)):
             return _Selection(self._dense, self._dense.axes, spans_pp=axes == ("world",))
         if axes == ("dcp",):

@@ -1,29 +1,39 @@
 """The rules that sizes obey, each with the text that says what would work."""
 
 from collections.abc import Sequence
-from math import gcd
+from math import gcd, prod
+from typing import Final
 
 from parallel_runtime.errors import ConfigError
 from parallel_runtime.terms import DENSE_AXES
 from parallel_runtime.topology.sizes import divisors, join_sizes, nearest
+from parallel_runtime.values import shown
 
 __all__ = ["check_dcp", "check_expert_sizes", "check_order", "check_ranks", "check_sizes", "fit_world"]
 
+_MOST_RANKS: Final = 2**31 - 1
+
 
 def check_sizes(**sizes: int) -> None:
-    """Refuse anything but positive integers.
+    """Refuse anything but positive integers, of which the dense axes multiply to a world that can be numbered.
 
     Args:
         **sizes: Sizes by name.
 
     Raises:
-        ConfigError: One of them is not an integer of 1 or more.
+        ConfigError: One of them is not an integer of 1 or more, or one or the world is above 2**31 - 1.
     """
     for name, size in sizes.items():
         if type(size) is not int or size < 1:
             raise ConfigError(
-                f"{name}={size!r}: a size is an integer of 1 or more; leave {name} out, or use {name}=1, to not split"
+                f"{name}={shown(size)}: a size is an integer of 1 or more; leave {name} out, or use {name}=1, to not split"
             )
+        if size > _MOST_RANKS:
+            raise ConfigError(f"{name}={shown(size)}: a size is at most 2**31 - 1 = {_MOST_RANKS}")
+    dense = {axis: sizes[axis] for axis in DENSE_AXES if axis in sizes}
+    if (world_size := prod(dense.values())) > _MOST_RANKS:
+        formula = f"{'*'.join(dense)} = {'*'.join(map(str, dense.values()))} = {world_size}"
+        raise ConfigError(f"{formula} ranks: a world has at most 2**31 - 1 = {_MOST_RANKS}; use smaller sizes")
 
 
 def check_order(order: Sequence[str]) -> None:
@@ -79,14 +89,15 @@ def check_dcp(dcp: int, *, tp: int, cp: int) -> None:
     Raises:
         ConfigError: ``dcp`` is neither 1 nor ``cp`` times a divisor of ``tp``.
     """
+    if dcp == 1 or (dcp % cp == 0 and tp % (dcp // cp) == 0):
+        return
     allowed = tuple(sorted({1, *(cp * width for width in divisors(tp))}))
-    if dcp not in allowed:
-        rule = f"does not divide tp={tp}, and a dcp group is a slice of a tp group"
-        if cp > 1:
-            rule = f"is not cp times a divisor of tp with tp={tp}, cp={cp}, and a dcp group is a slice of tp times all of cp"
-        raise ConfigError(
-            f"dcp={dcp} {rule}; nearest dcp that work: {join_sizes(nearest(allowed, dcp))} (all: {join_sizes(allowed)})"
-        )
+    rule = f"does not divide tp={tp}, and a dcp group is a slice of a tp group"
+    if cp > 1:
+        rule = f"is not cp times a divisor of tp with tp={tp}, cp={cp}, and a dcp group is a slice of tp times all of cp"
+    raise ConfigError(
+        f"dcp={dcp} {rule}; nearest dcp that work: {join_sizes(nearest(allowed, dcp))} (all: {join_sizes(allowed)})"
+    )
 
 
 def check_ranks(ranks: Sequence[int], *, world_size: int) -> None:

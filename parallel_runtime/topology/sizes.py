@@ -1,6 +1,7 @@
 """Small integer helpers behind every size check, and behind the sizes its error message offers."""
 
 from collections.abc import Iterable
+from math import isqrt
 
 __all__ = ["divisors", "join_sizes", "nearest"]
 
@@ -14,7 +15,7 @@ def divisors(number: int) -> tuple[int, ...]:
     Returns:
         All divisors, ascending.
     """
-    small = [size for size in range(1, int(number**0.5) + 1) if number % size == 0]
+    small = [size for size in range(1, isqrt(number) + 1) if number % size == 0]
     return tuple(small + [number // size for size in reversed(small) if size * size != number])
 
 

@@ -10,7 +10,7 @@ from graphlib import CycleError, TopologicalSorter
 from tests.architecture.source_tree import PACKAGE, Module, imported_names, resolve
 
 FLOORS = {
-    "errors": 1, "terms": 1,
+    "errors": 1, "terms": 1, "values": 1,
     "comm": 2, "topology": 2,
     "config": 3, "layers": 3,
     "context": 4, "models": 4,
@@ -21,7 +21,7 @@ FLOORS = {
 TESTING_TOP_FLOOR = 5
 ENVIRON_ROOMS = ("parallel_runtime.config.environment",)
 C10D_ROOMS = ("parallel_runtime.comm.c10d", "parallel_runtime.comm.process_group", "parallel_runtime.interop")
-TORCH_FREE_ROOMS = ("parallel_runtime.topology", "parallel_runtime.terms", "parallel_runtime.errors")
+TORCH_FREE_ROOMS = ("parallel_runtime.topology", "parallel_runtime.terms", "parallel_runtime.errors", "parallel_runtime.values")
 PICKLE_ROOMS = ("parallel_runtime.launch", "parallel_runtime.comm.codec")
 MUTABLE_CALLS = frozenset(
     "dict list set bytearray defaultdict deque OrderedDict Counter ChainMap count cycle ContextVar local Lock RLock Event "

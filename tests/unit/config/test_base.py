@@ -10,6 +10,7 @@ import pytest
 from pydantic import ValidationError
 
 from parallel_runtime.config.base import FrozenModel
+from parallel_runtime.config.parallel_config import ParallelConfig
 from parallel_runtime.errors import ConfigError
 
 
@@ -22,6 +23,10 @@ class Outer(FrozenModel):
     name: str = "x"
     inner: Inner = Inner()
     spellings: ClassVar[MappingProxyType[str, str]] = MappingProxyType({"width": "size"})
+
+
+class Named(FrozenModel):
+    name: str = "x"
 
 
 @pytest.mark.parametrize(
@@ -42,6 +47,8 @@ class Outer(FrozenModel):
         (lambda: Outer.model_validate(3), "Outer: 3 should be a valid dictionary or instance of Outer"),
         (lambda: Outer.model_validate_json("{"), "Outer: Invalid JSON"),
         (lambda: Outer.model_validate_json('{"size": "2"}'), "size='2' is a str"),
+        (lambda: Outer.model_validate_strings({"size": "x"}), "size='x' is a str, not an integer"),
+        (lambda: Outer.model_construct(size="2"), "size='2' is a str"),  # type: ignore[arg-type]  # what is tested
         (lambda: Outer(size=2).replace(size="2"), "size='2' is a str"),
         (lambda: Outer(size=2).model_copy(update={"size": "2"}), "size='2' is a str"),
     ],
@@ -68,3 +75,27 @@ def test_instances_are_frozen_and_hashable() -> None:
         one.size = 3  # type: ignore[misc]  # the point of the test
     assert hash(one) == hash(Outer(size=2))
     assert one.replace(name="y") == Outer(size=2, name="y")
+
+
+def test_other_ways_in_validate_too() -> None:
+    assert Outer.model_construct(size=2) == Outer(size=2)
+    assert Named.model_validate_strings({"name": "y"}) == Named(name="y")
+
+
+def test_a_state_cannot_be_set() -> None:
+    one = Outer(size=2)
+    with pytest.raises(ConfigError, match=r"a Outer does not change; make a variant with replace"):
+        one.__setstate__({"__dict__": {"size": 99}})
+    assert one.size == 2
+
+
+def test_a_final_model_has_no_subclasses() -> None:
+    with pytest.raises(ConfigError, match="Wider cannot be a subclass: ParallelConfig is final"):
+        type("Wider", (ParallelConfig,), {})
+
+
+def test_values_that_cannot_be_shown_or_are_long_do_not_hide_the_refusal() -> None:
+    with pytest.raises(ConfigError, match=r"size='x{99}\.\.\. is a str"):
+        Outer.model_validate({"size": "x" * 100_000})
+    with pytest.raises(ConfigError, match="name=<int> should be a valid string"):
+        Outer.model_validate({"size": 2, "name": 10**5000})

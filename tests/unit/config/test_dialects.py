@@ -8,7 +8,7 @@ import pytest
 
 from parallel_runtime.config.dialects import Dialect, NamedGroups, named_groups
 from parallel_runtime.config.parallel_config import ParallelConfig
-from parallel_runtime.errors import ConfigError
+from parallel_runtime.errors import ArgumentError, ConfigError
 from parallel_runtime.terms import DENSE_AXES, DenseAxis
 from parallel_runtime.topology import Layout, Mesh
 from tests.oracles import load_oracle
@@ -285,3 +285,8 @@ def test_ranks_of_a_world_that_is_not_consecutive() -> None:
     config = ParallelConfig(tp=2, dp=2, etp=1, ranks=(8, 9, 12, 13))
     assert named_groups(config, "torchtitan")["dp_shard"] == ((8, 12), (9, 13))
     assert named_groups(config, "vllm")["dp"] == ((8, 12), (9, 13))
+
+
+def test_a_dialect_that_is_no_name_is_refused() -> None:
+    with pytest.raises(ArgumentError, match=r"dialect must be a str, got \[\] \(list\); use one of sglang, vllm"):
+        named_groups(ParallelConfig(), [])  # type: ignore[arg-type]  # what is tested

@@ -216,6 +216,23 @@ def test_the_step_counts_and_not_the_job() -> None:
             slurm_step(rank=0, tasks=2, local_rank=0, node=0, nodes=1, per_node="two"),
             r"SLURM_STEP_TASKS_PER_NODE='two' is not a list of counts",
         ),
+        (
+            slurm_step(rank=0, tasks=2, local_rank=0, node=0, nodes=1, per_node="1(x99999999999)"),
+            r"SLURM_STEP_TASKS_PER_NODE='1\(x99999999999\)' is not a list of counts",
+        ),
+        (
+            slurm_step(rank=0, tasks=2, local_rank=0, node=0, nodes=1, per_node="1(x999999999)"),
+            r"SLURM_STEP_TASKS_PER_NODE='1\(x999999999\)' speaks of more than 1000000 nodes",
+        ),
+        (
+            {"RANK": "1" * 5000, "WORLD_SIZE": "2", "LOCAL_RANK": "0"},
+            r"^RANK='1{99}\.\.\. must be at most 2\*\*31 - 1 = 2147483647$",
+        ),
+        ({"RANK": "0", "WORLD_SIZE": "2147483648", "LOCAL_RANK": "0"}, r"WORLD_SIZE='2147483648' must be at most"),
+        (
+            {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": " ", "MASTER_PORT": "1"},
+            r"MASTER_ADDR=' ' holds a blank; use a bare host name",
+        ),
     ],
 )
 def test_refused(environ: dict[str, str], message: str) -> None:
@@ -232,9 +249,17 @@ def test_refused(environ: dict[str, str], message: str) -> None:
         ({"rank": 0, "world_size": 2, "local_world_size": 3}, r"local_world_size=3 is larger than world_size=2"),
         ({"rank": 0, "world_size": 2, "host_rank": 2, "num_hosts": 2}, r"host_rank=2 must be in 0\.\.1"),
         ({"rank": 0, "world_size": 2, "master_port": 70000}, r"master_port=70000 is not a TCP port"),
+        ({"rank": 0.5, "world_size": 2}, r"^rank=0\.5 is of type float, but must be an integer$"),
+        ({"rank": True, "world_size": 2}, r"rank=True is of type bool"),
+        ({"rank": "0", "world_size": 2}, r"rank='0' is of type str"),
+        ({"rank": 0, "world_size": None}, r"world_size=None is of type NoneType"),
+        ({"rank": 0, "world_size": 2, "num_hosts": "1"}, r"num_hosts='1' is of type str, but must be an integer or None$"),
+        ({"rank": 0, "world_size": 2, "master_port": 1.0}, r"master_port=1\.0 is of type float"),
+        ({"rank": 0, "world_size": 2, "master_host": " "}, r"master_host=' ' must be the bare name or address"),
+        ({"rank": 0, "world_size": 2, "host": 5}, r"host=5 must be the bare name or address"),
     ],
 )
-def test_an_identity_written_down_is_checked(fields: dict[str, int], message: str) -> None:
+def test_an_identity_written_down_is_checked(fields: dict[str, object], message: str) -> None:
     with pytest.raises(LauncherEnvironmentError, match=message):
         Identity(**fields)  # type: ignore[arg-type]  # the table mixes field types on purpose
 

@@ -47,7 +47,7 @@ def test_sizes_multiply() -> None:
         ({"order": "tp-pp"}, "order='tp-pp' should be a valid tuple"),
         ({"backend": "mpi"}, "backend='mpi' should be 'auto', 'gloo', 'nccl', 'local' or 'fake'"),
         ({"checked": 1}, "checked=1 should be a valid boolean"),
-        ({"deadlines": {"join_s": -1.0}}, "join_s=-1.0 should be greater than 0"),
+        ({"deadlines": {"join_s": -1.0}}, "join_s=-1.0 must be a number of seconds above 0"),
         ({"rank_offset": -1}, "rank_offset=-1 is negative"),
         ({"tp": 2, "ranks": (2, 3), "rank_offset": 2}, "rank_offset=2 and explicit ranks exclude each other"),
         ({"tp": 2, "ranks": (1, 2, 3)}, r"3 ranks are named but tp\*cp\*dp\*pp = 2"),

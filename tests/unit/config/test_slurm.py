@@ -2,7 +2,7 @@
 
 import pytest
 
-from parallel_runtime.config.slurm import expand_counts, first_host
+from parallel_runtime.config.slurm import expand_counts, first_host, read_slurm
 
 
 @pytest.mark.parametrize(
@@ -22,3 +22,7 @@ def test_first_host(nodelist: str, host: str | None) -> None:
 
 def test_expand_counts() -> None:
     assert expand_counts("4(x2),3") == (4, 4, 3)
+
+
+def test_a_step_id_of_many_digits_is_a_shell_and_no_rank() -> None:
+    assert read_slurm({"SLURM_JOB_ID": "1", "SLURM_STEP_ID": "9" * 5000}).claim is None

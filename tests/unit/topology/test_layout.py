@@ -1,6 +1,7 @@
 """Layouts: what the questions answer, what they refuse, and that one rank's answer does not cost the world."""
 
 import pickle
+from functools import partial
 
 import pytest
 
@@ -71,8 +72,8 @@ def test_a_question_about_one_rank_reads_only_its_groups() -> None:
 
 
 def test_a_world_too_large_to_list_is_no_obstacle() -> None:
-    config = ParallelConfig(tp=8, pp=16, dp=2**33, ep=64, rank_offset=5)
-    layout, rank = config.layout, 2**39
+    config = ParallelConfig(tp=8, pp=16, dp=2**23, ep=64, rank_offset=5)
+    layout, rank = config.layout, 2**29
     for name in ("tp", "pp", "ep", "etp", "cp", "dcp"):
         assert rank in layout.group_of(rank, name)
     assert layout.group_index(rank, "tp") == (rank - 5) // 8
@@ -146,3 +147,11 @@ def test_axes_of_size_one_may_be_left_out() -> None:
 def test_a_layout_checks_its_sizes_itself() -> None:
     with pytest.raises(ConfigError, match="etp=3 does not divide"):
         Layout(tp=2, etp=3, ranks=range(2))
+
+
+@pytest.mark.parametrize("axis", [1, None, ["tp"]])
+def test_axes_that_are_no_names_are_refused(axis: str) -> None:
+    layout = Layout.of(tp=2)
+    for ask in (layout.groups, partial(layout.group_of, 0), partial(layout.group_index, 0)):
+        with pytest.raises(ArgumentError, match=r'axis must be a str, got .*; name axes one by one, such as "tp", "pp"'):
+            ask(axis)

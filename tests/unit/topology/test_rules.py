@@ -13,6 +13,12 @@ from parallel_runtime.topology.rules import check_dcp, check_expert_sizes, check
     [
         (lambda: check_sizes(tp=0), "tp=0: a size is an integer of 1 or more; leave tp out, or use tp=1"),
         (lambda: check_sizes(tp=True), "tp=True: a size is an integer of 1 or more"),
+        (lambda: check_sizes(tp=10**30), r"tp=10{30}: a size is at most 2\*\*31 - 1 = 2147483647"),
+        (lambda: check_sizes(ep=10**5000), r"ep=<int>: a size is at most"),
+        (
+            lambda: check_sizes(tp=2**16, cp=1, dp=2**15, pp=1),
+            r"tp\*cp\*dp\*pp = 65536\*1\*32768\*1 = 2147483648 ranks: a world has at most 2\*\*31 - 1 = 2147483647",
+        ),
         (lambda: check_order(("tp", "cp", "dp", "dp")), "must name each of tp, cp, dp, pp once, fastest first"),
         (
             lambda: check_expert_sizes(tp=8, cp=1, dp=1, ep=3, etp=1),
@@ -58,3 +64,20 @@ def test_refusals(refused: Callable[[], None], text: str) -> None:
 def test_worlds_that_do_not_fit(sizes: tuple[int, ...], world_size: int, text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         fit_world(dict(zip(("tp", "cp", "dp", "pp"), sizes, strict=True)), world_size=world_size)
+
+
+def test_the_largest_world_is_accepted() -> None:
+    check_sizes(tp=2**31 - 1, cp=1, dp=1, pp=1, ep=2**31 - 1)
+
+
+@pytest.mark.parametrize(("tp", "cp"), [(8, 1), (12, 1), (4, 2), (6, 3), (1, 5)])
+def test_dcp_widths(tp: int, cp: int) -> None:
+    def works(dcp: int) -> bool:
+        try:
+            check_dcp(dcp, tp=tp, cp=cp)
+        except ConfigError:
+            return False
+        return True
+
+    expected = {1, *(cp * width for width in range(1, tp + 1) if tp % width == 0)}
+    assert {dcp for dcp in range(1, 2 * tp * cp) if works(dcp)} == expected
