@@ -224,8 +224,10 @@ def _lead(room: _Room, sizes: Sequence[int]) -> Segment | Unavailable:
         mine = _facts()
         room.tell("offer", {**mine, "fd": descriptor, "nbytes": nbytes, "token": token.hex(), "address": address})
         members, reasons = [mine], []
-        for member in range(1, room.world_size):
-            joined = _serve(room, member, listener, descriptor)
+        joins = [_serve(room, member, listener, descriptor) for member in range(1, room.world_size)]
+        for member, joined in enumerate(joins, 1):
+            if joined["reason"] == _ASKS_FOR_SOCKET:
+                joined = room.ask(f"received/{member}", member)
             members.append(joined)
             if joined["reason"]:
                 reasons.append(f"member {member}: {joined['reason']}")
@@ -242,7 +244,10 @@ def _lead(room: _Room, sizes: Sequence[int]) -> Segment | Unavailable:
 
 
 def _serve(room: _Room, member: int, listener: socket.socket, descriptor: int) -> dict[str, Any]:
-    """Read what ``member`` says about joining; hand it the descriptor where it asks for that."""
+    """Read what ``member`` says about joining; where it asks for the descriptor, hand it to whoever is first in the line.
+
+    As many are in the line as have asked, so everybody is served once all have been asked.
+    """
     joined = room.ask(f"joined/{member}", member)
     if joined["reason"] != _ASKS_FOR_SOCKET:
         return joined
@@ -252,7 +257,7 @@ def _serve(room: _Room, member: int, listener: socket.socket, descriptor: int) -
         with connection:
             if _peer_uid(connection) == os.geteuid():
                 socket.send_fds(connection, [b"x"], [descriptor])
-    return room.ask(f"received/{member}", member)
+    return joined
 
 
 def _peer_uid(connection: socket.socket) -> int:
