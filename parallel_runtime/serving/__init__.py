@@ -1,9 +1,10 @@
 """Serving: what runs next, where it runs, and the loop that runs it."""
 
+from parallel_runtime.serving.arguments import Prompt
 from parallel_runtime.serving.balancer import BalancePolicy, Balancer
 from parallel_runtime.serving.blocks import BlockPool, blocks_for
 from parallel_runtime.serving.controller import DataParallelController, RequestResult, RequestStream
-from parallel_runtime.serving.engine import Completion, Engine, EngineState, Prompt, StreamEvent
+from parallel_runtime.serving.engine import Completion, Engine, EngineState, StreamEvent
 from parallel_runtime.serving.messages import FinishReason, Ready, Request, SamplingParams
 from parallel_runtime.serving.policy import Batch, Chunk, PolicyLimits, RequestState, SchedulingPolicy
 from parallel_runtime.serving.runner import ModelRunner

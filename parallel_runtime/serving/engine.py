@@ -1,7 +1,7 @@
 """The front of everything: starts the ranks of a model, serves prompts on them, and closes them whatever happens."""
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from enum import StrEnum
@@ -9,28 +9,28 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from os import PathLike, fspath
 from types import TracebackType
-from typing import Literal, Self, TypeAlias, final
+from typing import Literal, Self, TypeAlias, final, get_args
 
 import msgspec
 
 from parallel_runtime.config.parallel_config import ParallelConfig
-from parallel_runtime.errors import CheckpointError, ContextStateError, RequestError
+from parallel_runtime.errors import ArgumentError, CheckpointError, ContextStateError, RequestError
 from parallel_runtime.launch import LocalRanks
 from parallel_runtime.models import Checkpoint, Tokenizer, load_tokenizer, open_checkpoint, resolve_model
+from parallel_runtime.serving.arguments import Prompt, prompt_list, sampling_list
 from parallel_runtime.serving.attendant import Attendant
 from parallel_runtime.serving.balancer import BalancePolicy
 from parallel_runtime.serving.controller import DataParallelController, RequestStream
 from parallel_runtime.serving.executors import RankExecutor, ThreadRanks, serve_rank_process
 from parallel_runtime.serving.lockstep import needs_lockstep
-from parallel_runtime.serving.messages import FinishReason, Ready, Request, SamplingParams
+from parallel_runtime.serving.messages import Abort, FinishReason, Ready, Request, SamplingParams
 from parallel_runtime.serving.serving_config import ServingConfig
 from parallel_runtime.serving.worker import check_servable
 from parallel_runtime.topology.shards import split_layers
 
-__all__ = ["Completion", "Engine", "EngineState", "Prompt", "StreamEvent"]
+__all__ = ["Completion", "Engine", "EngineState", "StreamEvent"]
 
-Prompt: TypeAlias = str | Sequence[int]
-"""Text, or token ids."""
+_Executor: TypeAlias = Literal["processes", "threads"]
 
 
 class EngineState(StrEnum):
@@ -102,6 +102,7 @@ class Engine:
         serving: How it serves.
 
     Raises:
+        ArgumentError: An argument is of another kind than it must be.
         CheckpointError: There is no such model, or it cannot be read.
         ConfigError: The model cannot be cut or served like this; nothing was started.
         LaunchError: The ranks could not be started.
@@ -114,8 +115,9 @@ class Engine:
         *,
         parallel: ParallelConfig | None = None,
         serving: ServingConfig | None = None,
-        executor: Literal["processes", "threads"] = "processes",
+        executor: _Executor = "processes",
     ) -> None:
+        _check_arguments(model, parallel, serving, executor)
         self._model = fspath(model)
         self.parallel = parallel or ParallelConfig()
         self.serving = serving or ServingConfig()
@@ -181,12 +183,12 @@ class Engine:
         return self._tokenizer
 
     def generate(
-        self, prompts: Sequence[Prompt], sampling: SamplingParams | Sequence[SamplingParams] | None = None
+        self, prompts: Iterable[Prompt], sampling: SamplingParams | Iterable[SamplingParams] | None = None
     ) -> list[Completion]:
         """Continue prompts to their end.
 
         Args:
-            prompts: Texts or lists of token ids; none at all gives ``[]`` at once.
+            prompts: Texts or lists of token ids, from any iterable; none at all gives ``[]`` at once.
             sampling: For all prompts, or one for each; greedy by default.
 
         Returns:
@@ -194,12 +196,13 @@ class Engine:
 
         Raises:
             ContextStateError: The engine is not open.
-            RequestError: A prompt can never be served; the others are aborted.
+            RequestError: An argument is of another kind, or a prompt can never be served; the others are aborted.
             QueueFullError: Other calls keep the queue full.
             RankFailedError: A rank failed.
         """
+        controller = self._running()
         requests = self._make_requests(prompts, sampling)
-        results = self._running().gather(requests)
+        results = controller.gather(requests)
         return [
             Completion(
                 request_id=result.request_id,
@@ -213,7 +216,7 @@ class Engine:
         ]
 
     def stream(
-        self, prompts: Sequence[Prompt], sampling: SamplingParams | Sequence[SamplingParams] | None = None
+        self, prompts: Iterable[Prompt], sampling: SamplingParams | Iterable[SamplingParams] | None = None
     ) -> Iterator[StreamEvent]:
         """Continue prompts and hand out their tokens as they come. Leaving the loop early aborts what still runs.
 
@@ -226,12 +229,13 @@ class Engine:
 
         Raises:
             ContextStateError: The engine is not open.
-            RequestError: A prompt can never be served; the others are aborted.
+            RequestError: An argument is of another kind, or a prompt can never be served; the others are aborted.
             QueueFullError: Other calls keep the queue full.
             RankFailedError: A rank failed.
         """
+        controller = self._running()
         requests = self._make_requests(prompts, sampling)
-        return self._events(requests, self._running().stream(requests))
+        return self._events(requests, controller.stream(requests))
 
     def abort(self, request_id: str | None = None) -> None:
         """End a request, or all of them; what it made so far is delivered with the reason ``abort``. Unknown ones are nothing.
@@ -241,8 +245,9 @@ class Engine:
 
         Raises:
             ContextStateError: The engine is not open.
+            RequestError: ``request_id`` is no text.
         """
-        self._running().abort(request_id)
+        self._running().abort(Abort(request_id).request_id)
 
     def _running(self) -> DataParallelController:
         if self._state is not EngineState.OPEN or self._controller is None:
@@ -284,25 +289,17 @@ class Engine:
         return controller
 
     def _make_requests(
-        self, prompts: Sequence[Prompt], sampling: SamplingParams | Sequence[SamplingParams] | None
+        self, prompts: Iterable[Prompt], sampling: SamplingParams | Iterable[SamplingParams] | None
     ) -> list[Request]:
-        if isinstance(prompts, str):
-            raise RequestError("prompts is a list of prompts; for one text give [text]")
-        each = (
-            [sampling or SamplingParams()] * len(prompts)
-            if sampling is None or isinstance(sampling, SamplingParams)
-            else sampling
-        )
-        if len(each) != len(prompts):
-            raise RequestError(f"{len(prompts)} prompts and {len(each)} sampling parameters; give one for all or one for each")
-        return [self._make_request(prompt, params) for prompt, params in zip(prompts, each, strict=True)]
+        each = prompt_list(prompts)
+        return [self._make_request(*pair) for pair in zip(each, sampling_list(sampling, count=len(each)), strict=True)]
 
-    def _make_request(self, prompt: Prompt, sampling: SamplingParams) -> Request:
-        tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+    def _make_request(self, prompt: str | tuple[int, ...], sampling: SamplingParams) -> Request:
+        tokens = tuple(self.tokenizer.encode(prompt)) if isinstance(prompt, str) else prompt
         if not sampling.ignore_eos:
             stops = dict.fromkeys((*sampling.stop_token_ids, *self._eos_ids))
             sampling = msgspec.structs.replace(sampling, stop_token_ids=tuple(stops))
-        return Request(request_id=f"r{next(self._names)}", prompt=tuple(tokens), sampling=sampling)
+        return Request(request_id=f"r{next(self._names)}", prompt=tokens, sampling=sampling)
 
     def _events(self, requests: Sequence[Request], outputs: RequestStream) -> Iterator[StreamEvent]:
         indices = {request.request_id: index for index, request in enumerate(requests)}
@@ -325,6 +322,19 @@ class Engine:
                 )
         finally:
             outputs.close()
+
+
+def _check_arguments(model: object, parallel: object, serving: object, executor: object) -> None:
+    if not isinstance(model, str | PathLike):
+        raise ArgumentError(f"model={model!r} is neither a name nor a path; give 'smollm2', a .gguf file or a model's directory")
+    if not isinstance(parallel, ParallelConfig | None):
+        raise ArgumentError(f"parallel={parallel!r} is no ParallelConfig; give sizes by name, such as ParallelConfig(tp=2)")
+    if not isinstance(serving, ServingConfig | None):
+        raise ArgumentError(
+            f"serving={serving!r} is no ServingConfig; give settings by name, such as ServingConfig(page_size=16)"
+        )
+    if executor not in get_args(_Executor):
+        raise ArgumentError(f"executor={executor!r} is unknown; ranks are {' or '.join(map(repr, get_args(_Executor)))}")
 
 
 def _open_links(count: int, stack: ExitStack) -> tuple[list[Connection], list[Connection]]:
