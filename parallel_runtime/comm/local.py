@@ -132,7 +132,7 @@ class LocalHub:
                     self._condemn()
                 if wait.verdict:
                     deadlock = CollectiveMismatchError(wait.verdict)
-                    deadlock.ranks = tuple(rank for rank in wait.culprits if rank != wait.rank) or tuple(wait.absent())
+                    deadlock.ranks = tuple(wait.culprits)
                     raise deadlock
                 self._raise_lost(wait)
                 suspected = self._progress if stuck else -1

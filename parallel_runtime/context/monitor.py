@@ -164,7 +164,8 @@ class Monitor(Diagnostician):
         if not (isinstance(failure.error, PeerTimeoutError | PeerLostError) or type(failure.error) is PeerError):
             group = f"[members of {failure.group}: ranks {failure.ranks}]"
             error = type(failure.error)(f"{head}: {failure.error} {group}")
-            error.ranks = failure.error.ranks or tuple(failure.ranks[member] for member in failure.error.members)
+            blamed = failure.error.ranks or tuple(failure.ranks[member] for member in failure.error.members)
+            error.ranks = tuple(rank for rank in blamed if rank != failure.rank) or blamed
             self._blame((*error.ranks, self._meeting.rank) if isinstance(error, CollectiveMismatchError) else error.ranks)
             return error
         members = failure.error.members or range(len(failure.ranks))

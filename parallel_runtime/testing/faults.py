@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from parallel_runtime.comm.communicator import Bytes, Communicator, Operation, ReduceOp, Work
+from parallel_runtime.comm.traffic import Traffic
 from parallel_runtime.context.connectors import Connection
 from parallel_runtime.context.parallel_context import ParallelContext
 from parallel_runtime.context.probe import Stage
@@ -204,6 +205,10 @@ class _Trap(Communicator):
             self._fault.strike()
         return self._inner
 
+    def join_traffic(self, traffic: Traffic) -> None:
+        self._inner.join_traffic(traffic)
+        self.__dict__["traffic"] = traffic
+
     def supports(self, operation: Operation, dtype: torch.dtype, nbytes: int) -> bool:
         return self._inner.supports(operation, dtype, nbytes)
 
@@ -245,6 +250,9 @@ class _Trap(Communicator):
 
     def broadcast_bytes(self, data: Bytes | None, src: int, timeout_s: float) -> Bytes:
         return self._count().broadcast_bytes(data, src, timeout_s)
+
+    def symmetric_empty(self, shape: Sequence[int], dtype: torch.dtype, timeout_s: float) -> Tensor | None:
+        return self._count().symmetric_empty(shape, dtype, timeout_s)
 
     def close(self) -> None:
         self._inner.close()

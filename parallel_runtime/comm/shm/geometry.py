@@ -42,7 +42,7 @@ class Geometry:
     ring_bytes: int
 
     def member(self, rank_in_group: int) -> int:
-        """The line that member alone writes: counter, state, number of its report."""
+        """The line that member alone writes: counter, state, number of its report, and its last announcements."""
         return LINE_BYTES * (1 + rank_in_group)
 
     def bell(self, rank_in_group: int) -> int:

@@ -30,6 +30,8 @@ __all__ = ["Steps", "fingerprint"]
 _PRINT_BITS: Final = 20
 _PRINT_MASK: Final = (1 << _PRINT_BITS) - 1
 _REPORT_S: Final = 1.0
+_HISTORY: Final = 4
+"""Where, in a member's line, the words are that keep its last ``NUM_SLOTS`` announcements."""
 
 
 def fingerprint(text: str) -> int:
@@ -102,7 +104,9 @@ class Steps:
         if self._lock is not None:
             full_fence(self._lock)
         self.sequence = sequence = self.sequence + 1
-        self._words[self._flag] = sequence << _PRINT_BITS | print_
+        exact = sequence << _PRINT_BITS | print_
+        self._words[self._flag + _HISTORY + sequence % NUM_SLOTS] = exact
+        self._words[self._flag] = exact
         if self._marks[0] or (self._many and any(self._marks)):
             self._bells.ring()
 
@@ -119,6 +123,8 @@ class Steps:
             if seen != exact:
                 if seen < exact - print_:
                     seen = self._wait(peer, exact - print_, peers)
+                if seen >> _PRINT_BITS > step:  # a source that has gone on; one that waited for all has compared already
+                    seen = words[flags[peer] + _HISTORY + step % NUM_SLOTS]
                 if seen >> _PRINT_BITS == step and seen != exact:
                     self._mismatch(text)
         if self._lock is not None:
