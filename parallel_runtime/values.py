@@ -1,6 +1,5 @@
 """Values that callers hand over and exceptions that they raise: how every floor checks them, and shows them in a message."""
 
-import traceback
 from typing import Final
 
 __all__ = ["LONGEST_S", "error_text", "seconds_problem", "shown", "type_problem"]
@@ -31,13 +30,16 @@ def error_text(error: BaseException) -> str:
     """Show any exception in a message.
 
     Args:
-        error: Need not have a working ``str``.
+        error: Need not have a working ``str``, nor text that can be encoded.
 
     Returns:
-        Such as ``"ValueError: boom"``.
+        Such as ``"ValueError: boom"``, or its type alone where it says nothing.
     """
-    lines = traceback.TracebackException(type(error), error, None)
-    return "".join(lines.format_exception_only()).strip()
+    try:
+        text = str(error).encode("utf-8", "backslashreplace").decode()
+    except Exception as failure:
+        text = f"(its text cannot be made: {type(failure).__name__})"
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def type_problem(name: str, value: object, wanted: type, hint: str) -> str:

@@ -11,7 +11,16 @@ from typing import final
 
 from parallel_runtime.errors import ConfigError, LauncherEnvironmentError
 
-__all__ = ["Address", "Resolver", "check_interface", "check_master_host", "interface_names", "parse_address", "resolve_host"]
+__all__ = [
+    "Address",
+    "Resolver",
+    "check_interface",
+    "check_master_host",
+    "interface_names",
+    "is_loopback",
+    "parse_address",
+    "resolve_host",
+]
 
 Resolver = Callable[[str], Sequence[str]]
 """From a host name to its addresses as text; raises ``OSError`` where there are none."""
@@ -52,6 +61,23 @@ class Address:
             Such as ``"tcp://[::1]:29500"``.
         """
         return f"{scheme}://{self}"
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host is this one, whatever the network.
+
+    Args:
+        host: Name or address.
+
+    Returns:
+        ``True`` for ``localhost`` and for loopback addresses.
+    """
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
+    except ValueError:
+        return False
 
 
 def parse_address(text: str) -> Address:

@@ -1,13 +1,12 @@
 """Where the ranks of a world meet: a store that somebody else serves, or one that the first rank serves."""
 
-import ipaddress
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import final
 
 from parallel_runtime.comm.c10d import HostedStore, Store, connect_store, listen_store
-from parallel_runtime.config.addresses import check_interface, check_master_host, interface_names
+from parallel_runtime.config.addresses import check_interface, check_master_host, interface_names, is_loopback
 from parallel_runtime.config.environment import Identity
 from parallel_runtime.errors import ArgumentError, ConfigError, PeerTimeoutError, RendezvousError
 from parallel_runtime.terms import Rank
@@ -64,7 +63,7 @@ def find_meeting_point(identity: Identity, *, first_rank: Rank, environ: Mapping
         check_interface(environ, interface_names())
     if _is_served_by_launcher(environ, port):
         return MeetingPoint(connect_store(host, port, timeout_s=timeout_s))
-    if is_one_host(identity) and not _is_loopback(host):
+    if is_one_host(identity) and not is_loopback(host):
         host = _LOOPBACK
     if identity.rank != first_rank:
         return MeetingPoint(connect_store(host, port, timeout_s=timeout_s))
@@ -88,7 +87,7 @@ def is_one_host(identity: Identity) -> bool:
         return identity.num_hosts == 1
     if identity.local_world_size is not None:
         return identity.local_world_size == identity.world_size
-    return identity.master_host is None or _is_loopback(identity.master_host)
+    return identity.master_host is None or is_loopback(identity.master_host)
 
 
 def own_address(identity: Identity) -> str:
@@ -105,7 +104,7 @@ def own_address(identity: Identity) -> str:
     """
     host = identity.master_host
     if is_one_host(identity) or host is None:
-        return host if host is not None and _is_loopback(host) and host != "localhost" else _LOOPBACK
+        return host if host is not None and is_loopback(host) and host != "localhost" else _LOOPBACK
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, identity.master_port or 1, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
@@ -126,12 +125,3 @@ def _store_of_an_earlier_context(host: str, port: int, cause: ArgumentError) -> 
 def _is_served_by_launcher(environ: Mapping[str, str], port: int) -> bool:
     ports = (environ.get("MASTER_PORT"), environ.get("PARALLEL_RUNTIME_MASTER_PORT"))
     return environ.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() == "true" and str(port) in ports
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
-    except ValueError:
-        return False

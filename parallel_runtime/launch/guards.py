@@ -1,8 +1,10 @@
-"""What must be true of a process before it may start ranks."""
+"""What must be true of a process before it may start ranks, and before it may speak for one."""
 
 import multiprocessing
 import os
 import sys
+import traceback
+from contextlib import suppress
 from multiprocessing import process
 from pathlib import Path
 from types import FrameType, ModuleType
@@ -10,10 +12,41 @@ from types import FrameType, ModuleType
 from parallel_runtime.config.environment import current_environ, detect
 from parallel_runtime.errors import LauncherEnvironmentError, LaunchError
 
-__all__ = ["UNGUARDED_STATUS", "refuse_launched_rank", "refuse_unguarded_main", "unguarded_error"]
+__all__ = [
+    "UNGUARDED_STATUS",
+    "end_forked_copy",
+    "refuse_launched_rank",
+    "refuse_removed_directory",
+    "refuse_unguarded_main",
+    "unguarded_error",
+]
 
 UNGUARDED_STATUS = 78
 """Exit status by which a rank tells its parent that importing the script launched again."""
+
+
+def end_forked_copy(pid: int) -> None:
+    """End a process that was forked inside a rank and came to the end of the rank's function: it does not speak for the rank.
+
+    Nothing is closed or reported, since that is the rank's. To be called in a ``finally``; what was raised shows on stderr.
+
+    Args:
+        pid: Of the rank.
+    """
+    if os.getpid() == pid:
+        return
+    error = sys.exception()
+    status = 0
+    if isinstance(error, SystemExit):
+        status = error.code if isinstance(error.code, int) else int(error.code is not None)
+    elif error is not None:
+        status = 1
+        with suppress(Exception):
+            traceback.print_exception(error)
+    with suppress(Exception):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(status & 0xFF)
 
 
 def unguarded_error() -> LaunchError:
@@ -64,6 +97,20 @@ def refuse_launched_rank() -> None:
             f"this process is already rank {identity.rank} of {identity.world_size} ({identity.source}); a rank opens "
             f"`with ParallelContext(config) as ctx:`, it does not launch others. To launch ranks, start the script as one process"
         )
+
+
+def refuse_removed_directory() -> None:
+    """Stop a process whose working directory is gone, where no other could start.
+
+    Raises:
+        LaunchError: It was removed.
+    """
+    try:
+        Path.cwd()
+    except OSError as error:
+        raise LaunchError(
+            "ranks start in the working directory of this process, which was removed; change to one that exists, by os.chdir(...)"
+        ) from error
 
 
 def _runs_its_top_level(main: ModuleType) -> bool:

@@ -75,8 +75,7 @@ def describe_exit(exitcode: int) -> str:
         name = signal.Signals(-exitcode).name
     except ValueError:
         name = f"signal {-exitcode}"
-    hint = "; the kernel does this when memory runs out" if -exitcode == signal.SIGKILL else ""
-    return f"was killed by {name} ({-exitcode}){hint}"
+    return f"was killed by {name} ({-exitcode})"
 
 
 def find_root(failures: Sequence[RankFailure]) -> RankFailure | None:
@@ -105,7 +104,8 @@ def rank_failed_error(failures: Sequence[RankFailure], *, world_size: int, what:
     root = find_root(failures) or failures[0]
     lines = [f"rank {root.rank} of {world_size} failed in {what}: {root.text}"]
     if root.exitcode is not None:
-        lines = [f"rank {root.rank} of {world_size} {root.text} in {what}"]
+        hint = "; the kernel does this when memory runs out" if root.exitcode == -signal.SIGKILL else ""
+        lines = [f"rank {root.rank} of {world_size} {root.text} in {what}{hint}"]
     if root.traceback:
         lines += ["", f"traceback of rank {root.rank}:", root.traceback.rstrip()]
     if others := [failure for failure in failures if failure is not root]:

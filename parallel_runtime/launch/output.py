@@ -12,7 +12,7 @@ from typing import Self, final
 
 from parallel_runtime.errors import LaunchError
 
-__all__ = ["RankOutput", "log_path"]
+__all__ = ["RankOutput", "close_all", "fill_standard_descriptors", "log_path"]
 
 _STDOUT, _STDERR = 1, 2
 _LONGEST_LINE_BYTES = 1 << 16
@@ -32,6 +32,32 @@ def log_path(log_dir: Path, rank: int) -> Path:
         ``rank-<rank>.log`` in that folder.
     """
     return log_dir / f"rank-{rank}.log"
+
+
+def fill_standard_descriptors() -> list[int]:
+    """Open ``/dev/null`` in the place of each standard descriptor that is closed, so that nothing else takes its number.
+
+    Returns:
+        Those that were opened; the caller closes them.
+    """
+    filled = []
+    for fd in (0, 1, 2):
+        try:
+            os.fstat(fd)
+        except OSError:
+            filled.append(os.open(os.devnull, os.O_RDWR))
+            os.set_inheritable(filled[-1], True)
+    return filled
+
+
+def close_all(descriptors: Sequence[int]) -> None:
+    """Close them.
+
+    Args:
+        descriptors: Open.
+    """
+    for fd in descriptors:
+        os.close(fd)
 
 
 @final

@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import pickle
+import re
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,25 +12,35 @@ from multiprocessing import forkserver
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Generic, NoReturn, Self, TypeVar, final
+from typing import Final, Generic, NoReturn, Self, TypeVar, final
 
 from parallel_runtime.comm.c10d import HostedStore, listen_store
+from parallel_runtime.config.addresses import is_loopback
 from parallel_runtime.config.environment import current_environ
 from parallel_runtime.config.parallel_config import ParallelConfig
-from parallel_runtime.errors import ArgumentError, ConfigError, ContextStateError, LaunchError, RankFailedError
-from parallel_runtime.launch.guards import refuse_launched_rank, refuse_unguarded_main
-from parallel_runtime.launch.output import RankOutput, log_path
+from parallel_runtime.errors import (
+    ArgumentError,
+    ConfigError,
+    ContextStateError,
+    LauncherEnvironmentError,
+    LaunchError,
+    RankFailedError,
+)
+from parallel_runtime.launch.guards import refuse_launched_rank, refuse_removed_directory, refuse_unguarded_main
+from parallel_runtime.launch.output import RankOutput, close_all, fill_standard_descriptors, log_path
 from parallel_runtime.launch.payload import name_of, pack_call
 from parallel_runtime.launch.pinning import Pin, core_shares, numa_nodes
 from parallel_runtime.launch.rank_process import Job, RankTask, run_rank
 from parallel_runtime.launch.supervise import RankHandle, Supervisor, end_processes
 from parallel_runtime.launch.wires import Descriptor, MessageReader, sealed
 from parallel_runtime.terms import Rank
+from parallel_runtime.values import seconds_problem, shown, type_problem
 
-__all__ = ["LocalRanks", "check_startable", "launch", "threads_per_rank"]
+__all__ = ["LocalRanks", "check_startable", "check_timeout", "launch", "threads_per_rank"]
 
 _T = TypeVar("_T")
 
+_MOST_THREADS: Final = 1024
 _PRELOAD = ("torch", "parallel_runtime.launch.rank_process")
 
 
@@ -49,7 +60,7 @@ class LocalRanks(Generic[_T]):
     Leaving the block, in whatever way, ends every rank that still runs.
 
     Raises:
-        ArgumentError: ``fn`` cannot be called, or ``pin`` is unknown.
+        ArgumentError: ``fn`` cannot be called, ``config`` is no config, ``host`` is not on loopback, or ``pin`` is unknown.
         ConfigError: The config is for threads, or does not number its ranks from 0.
     """
 
@@ -65,6 +76,11 @@ class LocalRanks(Generic[_T]):
         pin: Pin = "none",
     ) -> None:
         check_startable(fn, config, backends=("auto", "gloo", "nccl"))
+        if not isinstance(host, str) or not is_loopback(host):
+            raise ArgumentError(
+                f"host={shown(host)}: ranks started here meet on loopback only, where no other host reaches them; "
+                f'use "127.0.0.1", "::1" or "localhost"'
+            )
         if pin not in ("none", "auto"):
             raise ArgumentError(f'pin is "none" or "auto", got {pin!r}')
         self._log_dir = None if log_dir is None else Path(log_dir)
@@ -86,8 +102,10 @@ class LocalRanks(Generic[_T]):
         self._is_entered = True
         refuse_unguarded_main()
         refuse_launched_rank()
+        refuse_removed_directory()
         call, handles = pack_call(self._fn, self._args)
         with ExitStack() as stack:
+            stack.callback(close_all, fill_standard_descriptors())
             job = self._make_job(call, stack)
             self._start(job, handles, stack)
             self._stack = stack.pop_all()
@@ -230,12 +248,15 @@ def launch(
         What each rank returned, in rank order; ``None`` from a rank that called ``sys.exit(0)``.
 
     Raises:
-        ArgumentError: ``fn`` cannot be called, or ``pin`` is unknown.
+        ArgumentError: ``fn`` cannot be called, ``config`` is no config, ``timeout_s`` is not a number of seconds, ``host`` is not
+            on loopback, or ``pin`` is unknown.
         ConfigError: The config is for threads, or does not number its ranks from 0.
+        LauncherEnvironmentError: ``OMP_NUM_THREADS`` is not a number of threads.
         LaunchError: Nothing was started: the call cannot be pickled, the script has no main guard, this process is a rank itself,
             a log file cannot be opened. Or the ranks did not start, or did not finish in time.
         RankFailedError: A rank raised, exited or was killed; the others have been ended.
     """
+    check_timeout(timeout_s)
     ranks = LocalRanks(fn, config, args=args, host=host, log_dir=log_dir, prefix_output=prefix_output, pin=pin)
     with _sigterm_as_exit(), ranks:
         return ranks.wait(timeout_s)
@@ -250,11 +271,13 @@ def check_startable(fn: Callable[..., object], config: ParallelConfig, *, backen
         backends: What the caller can serve.
 
     Raises:
-        ArgumentError: ``fn`` cannot be called.
+        ArgumentError: ``fn`` cannot be called, or ``config`` is something else.
         ConfigError: The config does not fit.
     """
     if not callable(fn):
         raise ArgumentError(f"fn must be a function that takes the context first, got a {type(fn).__name__}")
+    if problem := type_problem("config", config, ParallelConfig, "use one such as ParallelConfig(tp=2)"):
+        raise ArgumentError(problem)
     if not config.is_resolved:
         raise ConfigError("a size of -1 needs a number of ranks; use config.resolve(world_size=...) before starting ranks")
     if tuple(config.layout.ranks) != tuple(range(config.world_size)):
@@ -266,6 +289,19 @@ def check_startable(fn: Callable[..., object], config: ParallelConfig, *, backen
         raise ConfigError(f"backend={config.backend!r} does not fit here; use one of {', '.join(backends)}")
 
 
+def check_timeout(timeout_s: float | None) -> None:
+    """Refuse what is no limit of a run.
+
+    Args:
+        timeout_s: Seconds, or ``None`` for no limit.
+
+    Raises:
+        ArgumentError: It is something else.
+    """
+    if timeout_s is not None and (problem := seconds_problem("timeout_s", timeout_s)):
+        raise ArgumentError(f"{problem}; None sets no limit")
+
+
 def threads_per_rank(world_size: int, environ: Mapping[str, str]) -> int:
     """Intra-op threads of one of the ranks on this machine.
 
@@ -275,9 +311,17 @@ def threads_per_rank(world_size: int, environ: Mapping[str, str]) -> int:
 
     Returns:
         The number, at least 1.
+
+    Raises:
+        LauncherEnvironmentError: ``OMP_NUM_THREADS`` is set to something else than 1 to 1024, or a list that begins so.
     """
-    chosen = environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
-    if chosen.isdecimal() and int(chosen) > 0:
+    text = environ.get("OMP_NUM_THREADS", "")
+    chosen = text.split(",")[0].strip()
+    if chosen:
+        if not re.fullmatch("0*[1-9][0-9]{0,3}", chosen) or int(chosen) > _MOST_THREADS:
+            raise LauncherEnvironmentError(
+                f"OMP_NUM_THREADS={shown(text)} is not a number of threads of one rank; use 1 to {_MOST_THREADS}, or unset it"
+            )
         return int(chosen)
     return max(1, len(os.sched_getaffinity(0)) // world_size)
 

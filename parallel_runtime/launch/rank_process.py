@@ -19,6 +19,7 @@ from parallel_runtime.config.environment import Identity, adopt_environ
 from parallel_runtime.config.parallel_config import ParallelConfig
 from parallel_runtime.context.parallel_context import ParallelContext
 from parallel_runtime.errors import SerializationError
+from parallel_runtime.launch.guards import end_forked_copy
 from parallel_runtime.launch.outcome import RankFailure, failure_of
 from parallel_runtime.launch.payload import unpack_call
 from parallel_runtime.launch.wires import Descriptor, read_all, send_message
@@ -91,17 +92,19 @@ class Result:
 
 @final
 class _Reporter:
-    """Sends stages and exactly one last word."""
+    """Sends stages and exactly one last word. A process forked from the rank's says nothing."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
+        self._pid = os.getpid()
         self._is_final = False
 
     def stage(self, text: str) -> None:
-        send_message(self._fd, Stage(text))
+        if os.getpid() == self._pid:
+            send_message(self._fd, Stage(text))
 
     def finish(self, outcome: Result | RankFailure) -> None:
-        if not self._is_final:
+        if os.getpid() == self._pid and not self._is_final:
             self._is_final = True
             send_message(self._fd, outcome)
 
@@ -112,6 +115,7 @@ def run_rank(task: RankTask) -> None:
     Args:
         task: From the parent.
     """
+    pid = os.getpid()
     _end_with_parent(task.lifeline.fd)
     reporter = _Reporter(task.outcome.fd)
     try:
@@ -123,10 +127,14 @@ def run_rank(task: RankTask) -> None:
         with ExitStack() as stack:
             ctx = stack.enter_context(_open_context(task.rank, job))
             reporter.stage("running the function")
-            result = _call(fn, ctx, args, task.rank, reporter)
+            try:
+                result = _call(fn, ctx, args, task.rank, reporter)
+            finally:
+                end_forked_copy(pid)
             reporter.stage("closing its context")
         reporter.finish(result)
     except BaseException as error:
+        end_forked_copy(pid)
         reporter.finish(failure_of(task.rank, error))
 
 
@@ -175,7 +183,7 @@ def _prepare_process(task: RankTask, job: Job) -> None:
         os.close(descriptor.fd)
     adopt_environ({**job.environ, **_rank_variables(task.rank, job)})
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal group; the parent decides what it means
-    faulthandler.enable()
+    faulthandler.enable(2)
     multiprocessing.set_start_method("forkserver", force=True)
     if task.cores:
         os.sched_setaffinity(0, task.cores)

@@ -13,6 +13,7 @@ from parallel_runtime.launch.guards import UNGUARDED_STATUS, unguarded_error
 from parallel_runtime.launch.outcome import RankFailure, describe_exit, find_root, rank_failed_error
 from parallel_runtime.launch.rank_process import Result, Stage
 from parallel_runtime.launch.wires import MessageReader
+from parallel_runtime.values import error_text
 
 __all__ = ["RankHandle", "Supervisor", "end_processes"]
 
@@ -190,8 +191,10 @@ def end_processes(handles: Sequence[RankHandle], lifeline: int) -> None:
 def _unpack(rank: int, result: Result) -> Any:
     try:
         return pickle.loads(result.data)
-    except Exception as error:
-        raise LaunchError(f"the result of rank {rank} came back but cannot be unpickled here: {error}") from error
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        raise LaunchError(f"the result of rank {rank} came back but cannot be unpickled here: {error_text(error)}") from error
 
 
 def _join(handles: Sequence[RankHandle], timeout_s: float) -> None:

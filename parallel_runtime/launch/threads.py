@@ -1,5 +1,6 @@
 """Ranks as threads of this process: the same contexts and groups, started in a millisecond."""
 
+import os
 import queue
 import threading
 import time
@@ -13,10 +14,12 @@ from parallel_runtime.config.environment import Identity
 from parallel_runtime.config.parallel_config import ParallelConfig
 from parallel_runtime.context.parallel_context import ParallelContext
 from parallel_runtime.errors import LaunchError, PeerError
+from parallel_runtime.launch.guards import end_forked_copy
 from parallel_runtime.launch.outcome import failure_of, rank_failed_error
 from parallel_runtime.launch.payload import name_of
-from parallel_runtime.launch.processes import check_startable
+from parallel_runtime.launch.processes import check_startable, check_timeout
 from parallel_runtime.terms import Rank
+from parallel_runtime.values import error_text
 
 __all__ = ["run_threads"]
 
@@ -44,12 +47,13 @@ def run_threads(fn: Callable[..., _T], config: ParallelConfig, *args: object, ti
         What each rank returned, in rank order.
 
     Raises:
-        ArgumentError: ``fn`` cannot be called.
+        ArgumentError: ``fn`` cannot be called, ``config`` is no config, or ``timeout_s`` is not a number of seconds.
         ConfigError: The backend connects processes only, or the config does not number its ranks from 0.
         LaunchError: The ranks did not finish in time.
         RankFailedError: A rank raised; the exception itself is the cause (``__cause__``).
     """
     check_startable(fn, config, backends=("auto", "local", "gloo", "fake"))
+    check_timeout(timeout_s)
     return _ThreadRanks(fn, config, args).run(timeout_s)
 
 
@@ -59,6 +63,7 @@ class _ThreadRanks(Generic[_T]):
         self._fn = fn
         self._config = config
         self._args = args
+        self._pid = os.getpid()
         self._store: Store = hash_store()
         self._hub = None if config.backend == "gloo" else LocalHub(config.world_size)
         self._news: queue.SimpleQueue[tuple[int, BaseException | None]] = queue.SimpleQueue()
@@ -97,10 +102,12 @@ class _ThreadRanks(Generic[_T]):
                 except BaseException as error:
                     self._news.put((rank, error))  # before the context closes, so before any peer can notice and complain
                     raise
+                finally:
+                    end_forked_copy(self._pid)
             self._results[rank] = result
             self._news.put((rank, None))
         except BaseException as error:
-            reason = f"it raised {type(error).__name__}: {error}"
+            reason = f"it raised {error_text(error)}"
             self._news.put((rank, error))
         finally:
             if self._hub is not None:

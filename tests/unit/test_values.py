@@ -26,7 +26,9 @@ def test_any_value_can_be_shown() -> None:
 
 def test_any_exception_can_be_told() -> None:
     assert error_text(ValueError("boom")) == "ValueError: boom"
-    assert "MuteError" in error_text(MuteError())
+    assert error_text(MuteError()) == "MuteError: (its text cannot be made: RuntimeError)"
+    assert error_text(ValueError("\ud800")) == "ValueError: \\ud800"
+    assert error_text(KeyboardInterrupt()) == "KeyboardInterrupt"
 
 
 def test_a_value_of_another_type_is_told() -> None:

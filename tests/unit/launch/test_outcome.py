@@ -47,7 +47,7 @@ def test_sys_exit_names_its_code(code: object, exitcode: int) -> None:
     ("exitcode", "text"),
     [
         (4, "exited with status 4"),
-        (-signal.SIGKILL, "killed by SIGKILL (9); the kernel does this when memory runs out"),
+        (-signal.SIGKILL, "killed by SIGKILL (9)"),
         (-signal.SIGSEGV, "killed by SIGSEGV (11)"),
         (-200, "killed by signal 200"),
     ],
@@ -72,6 +72,13 @@ def test_the_cause_comes_first_and_the_rest_is_marked() -> None:
 def test_of_failures_that_all_blame_peers_the_first_is_told() -> None:
     failures = [RankFailure(rank=rank, text="lost", blames_peer=True) for rank in (2, 0)]
     assert rank_failed_error(failures, world_size=3, what="f").rank == 2
+
+
+def test_the_hint_at_memory_comes_after_the_place() -> None:
+    failure = RankFailure(rank=1, text=describe_exit(-signal.SIGKILL), exitcode=-signal.SIGKILL)
+    assert str(rank_failed_error([failure], world_size=2, what="app.run")) == (
+        "rank 1 of 2 was killed by SIGKILL (9) in app.run; the kernel does this when memory runs out"
+    )
 
 
 def test_an_exit_is_told_as_one() -> None:
