@@ -61,7 +61,7 @@ def test_a_killed_process_is_named(tmp_path: Path, shm: str, victim: int) -> Non
     assert status == 0, err
     assert out.startswith(f"within 5 s ({victim},) tp#0 seq 2 all_reduce(float32[3]) lost "), out
     assert f"rank {victim} " in out
-    assert "ended" in out
+    assert ("has ended without a word" if victim == 1 else "ended") in out
 
 
 def stop_one(ctx: ParallelContext) -> str:
@@ -82,7 +82,7 @@ def stop_one(ctx: ParallelContext) -> str:
 def test_a_stopped_process_is_named_as_stopped(shm: str) -> None:
     config = ParallelConfig.model_validate({"tp": 2, "shm": shm, "deadlines": Deadlines(collective_s=1).model_dump()})
     text = launch(stop_one, config, timeout_s=50)[0]
-    assert text.startswith("tp#0 seq 2 all_reduce(float32[3]) waited 1."), text
+    assert text.startswith("tp#0 seq 2 all_reduce(float32[3]) waited "), text
     assert "is stopped (SIGSTOP, or a debugger)" in text
 
 
