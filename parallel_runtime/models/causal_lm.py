@@ -210,6 +210,8 @@ def load_model(
 ) -> CausalLM:
     """Build one rank's part of a model and read its shard of the weights.
 
+    The shapes of all its tensors are compared before anything is allocated, so that every rank refuses what one must refuse.
+
     Args:
         checkpoint: Open; may be closed afterwards.
         tp: Group the layers are split over. Borrowed.
@@ -227,6 +229,7 @@ def load_model(
         ConfigError: The model cannot be split that far, or not evenly where that is wanted.
         CheckpointError: A tensor is missing, has the wrong shape or cannot be read.
     """
+    checkpoint.check()
     model = CausalLM(checkpoint.config, tp=tp, experts=experts, layers=layers, dtype=dtype, device=device, uneven=uneven)
     model.load(checkpoint)
     return model

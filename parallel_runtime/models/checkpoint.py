@@ -9,6 +9,7 @@ from typing import Self
 from parallel_runtime.errors import CheckpointError, ContextStateError
 from parallel_runtime.layers.sources import TensorSource
 from parallel_runtime.models.config import ModelConfig
+from parallel_runtime.models.tensor_shapes import tensor_shapes
 
 __all__ = ["Checkpoint", "bounds"]
 
@@ -42,6 +43,19 @@ class Checkpoint(ABC):
             CheckpointError: There is none of that name, or it has another shape.
             ContextStateError: The checkpoint is closed.
         """
+        return self._find(name, shape)
+
+    def check(self) -> None:
+        """Compare every tensor that the config asks for with what the file says it has; no values are read.
+
+        Raises:
+            CheckpointError: One is missing, or has another shape.
+            ContextStateError: The checkpoint is closed.
+        """
+        for name, shape in tensor_shapes(self.config):
+            self._find(name, shape)
+
+    def _find(self, name: str, shape: Sequence[int] | None) -> TensorSource:
         if not self.is_open:
             raise ContextStateError(f"{self.path} is closed; read its tensors inside the with statement")
         if name not in self.names:

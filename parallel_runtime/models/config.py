@@ -1,6 +1,7 @@
 """What a decoder model looks like, whichever file it came from."""
 
 from dataclasses import dataclass
+from math import isfinite
 from typing import final
 
 from parallel_runtime.config import ModelShape
@@ -72,7 +73,7 @@ class ModelConfig:
         mixture: The experts, or ``None`` for a dense model.
 
     Raises:
-        ConfigError: A size is not positive, or two of them do not fit.
+        ConfigError: A size is not positive, two of them do not fit, or a number is not finite.
     """
 
     vocab_size: int
@@ -109,6 +110,10 @@ class ModelConfig:
         for name in sizes:
             if (size := getattr(self, name)) < 1:
                 raise ConfigError(f"{name}={size}; it must be at least 1")
+        if not (isfinite(self.rope_theta) and self.rope_theta > 0):
+            raise ConfigError(f"rope_theta={self.rope_theta}; it must be a finite number above 0")
+        if not (isfinite(self.rms_norm_eps) and self.rms_norm_eps >= 0):
+            raise ConfigError(f"rms_norm_eps={self.rms_norm_eps}; it must be a finite number of at least 0")
         if self.num_query_heads % self.num_kv_heads:
             raise ConfigError(
                 f"num_query_heads={self.num_query_heads} is not a multiple of num_kv_heads={self.num_kv_heads}; "
@@ -120,6 +125,8 @@ class ModelConfig:
             raise ConfigError(
                 f"{len(self.rope_factors)} rope_factors for head_dim={self.head_dim}; expected {self.head_dim // 2}"
             )
+        if not all(isfinite(factor) and factor > 0 for factor in self.rope_factors or ()):
+            raise ConfigError(f"rope_factors={self.rope_factors}; each must be a finite number above 0")
 
     def mixture_of(self, layer: int) -> MixtureConfig | None:
         """The experts of one layer, or ``None`` where it has an ordinary feed-forward part.

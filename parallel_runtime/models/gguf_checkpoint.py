@@ -125,7 +125,8 @@ class _GgufSource:
 
 
 def _known_names(file: GgufFile, num_layers: int) -> list[str]:
-    modules = list(_TOP) + [f"model.layers.{layer}.{module}" for layer in range(num_layers) for module in _LAYER]
+    layers = range(min(num_layers, len(file.tensors)))  # a damaged file may claim any number
+    modules = list(_TOP) + [f"model.layers.{layer}.{module}" for layer in layers for module in _LAYER]
     names = [f"{module}.{kind}" for module in modules for kind in ("weight", "bias")]
     return [name for name in names if gguf_tensor_name(name) in file.tensors]
 

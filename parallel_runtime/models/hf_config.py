@@ -9,6 +9,9 @@ from parallel_runtime.models.config import MixtureConfig, ModelConfig
 
 __all__ = ["model_config_from_hf"]
 
+_MOST = 2**16
+"""No model comes near; more layers or larger heads than this are a damaged file."""
+
 _MODEL_TYPES = ("llama", "mistral", "qwen3", "qwen2_moe", "qwen3_moe")
 
 
@@ -29,6 +32,8 @@ def model_config_from_hf(raw: object, *, where: str) -> ModelConfig:
         raise CheckpointError(f"{where}: not the configuration of a model that is known here: {faults}") from exc
     if (reason := hf.unsupported()) is not None:
         raise CheckpointError(f"{where}: {reason}, which is not implemented")
+    if (reason := hf.contradiction()) is not None:
+        raise CheckpointError(f"{where}: {reason}")
     try:
         return hf.model()
     except ConfigError as exc:
@@ -36,13 +41,15 @@ def model_config_from_hf(raw: object, *, where: str) -> ModelConfig:
 
 
 class _HfRope(BaseModel):
+    model_config = ConfigDict(allow_inf_nan=False)
+
     rope_type: str = Field("default", validation_alias=AliasChoices("rope_type", "type"))
-    rope_theta: float | None = None
+    rope_theta: float | None = Field(None, gt=0)
     partial_rotary_factor: float = 1.0
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position_embeddings: int = 8192
+    factor: float = Field(1.0, gt=0)
+    low_freq_factor: float = Field(1.0, gt=0)
+    high_freq_factor: float = Field(4.0, gt=0)
+    original_max_position_embeddings: int = Field(8192, ge=1)
 
     def factors(self, theta: float, head_dim: int) -> tuple[float, ...] | None:
         """Llama 3.1's rule: long waves are slowed by ``factor``, short ones kept, those between are blended."""
@@ -60,19 +67,19 @@ class _HfRope(BaseModel):
 class _HfConfig(BaseModel):
     """The keys of a ``config.json`` that matter here, with the defaults that ``transformers`` gives them."""
 
-    model_config = ConfigDict(protected_namespaces=())
+    model_config = ConfigDict(protected_namespaces=(), allow_inf_nan=False)
 
     model_type: str
     vocab_size: int
     hidden_size: int
     intermediate_size: int
-    num_hidden_layers: int
+    num_hidden_layers: int = Field(le=_MOST)
     num_attention_heads: int = Field(ge=1)
     num_key_value_heads: int | None = None
-    head_dim: int | None = None
+    head_dim: int | None = Field(None, ge=1, le=_MOST)
     hidden_act: str = "silu"
     rms_norm_eps: float = 1e-6
-    rope_theta: float = 10000.0
+    rope_theta: float = Field(10000.0, gt=0)
     rope_parameters: _HfRope | None = None
     rope_scaling: _HfRope | None = None
     max_position_embeddings: int = 2048
@@ -100,7 +107,30 @@ class _HfConfig(BaseModel):
 
     @property
     def rope(self) -> _HfRope:
-        return self.rope_parameters or self.rope_scaling or _HfRope()
+        return next((rope for rope in self._ropes.values()), _HfRope())
+
+    @property
+    def _ropes(self) -> dict[str, _HfRope]:
+        """What was given, the newer key first."""
+        given = {"rope_parameters": self.rope_parameters, "rope_scaling": self.rope_scaling}
+        return {name: rope for name, rope in given.items() if rope is not None}
+
+    @property
+    def _thetas(self) -> dict[str, float]:
+        """Every value that was given for the base, by its key."""
+        top = {"rope_theta": self.rope_theta} if "rope_theta" in self.model_fields_set else {}
+        return {f"{name}.rope_theta": rope.rope_theta for name, rope in self._ropes.items() if rope.rope_theta is not None} | top
+
+    def contradiction(self) -> str | None:
+        """Keys that say different things about the rotary positions."""
+        if len(set(self._thetas.values())) > 1:
+            return "different bases: " + ", ".join(f"{name}={theta}" for name, theta in self._thetas.items())
+        ropes = {name: rope.model_dump(exclude={"rope_theta"}) for name, rope in self._ropes.items()}
+        if len(ropes) == 2 and ropes["rope_parameters"] != ropes["rope_scaling"]:
+            return "rope_parameters and rope_scaling contradict each other; keep the one that is right"
+        if self.rope.rope_type == "llama3" and not self.rope.low_freq_factor < self.rope.high_freq_factor:
+            return f"low_freq_factor={self.rope.low_freq_factor} is not below high_freq_factor={self.rope.high_freq_factor}"
+        return None
 
     def unsupported(self) -> str | None:
         """The first thing this model needs that is not implemented here."""
@@ -119,8 +149,9 @@ class _HfConfig(BaseModel):
         return None
 
     def model(self) -> ModelConfig:
-        head_dim = self.head_dim or (128 if self.model_type == "qwen3" else self.hidden_size // self.num_attention_heads)
-        theta = self.rope.rope_theta or self.rope_theta
+        usual = 128 if self.model_type == "qwen3" else self.hidden_size // self.num_attention_heads
+        head_dim = usual if self.head_dim is None else self.head_dim
+        theta = next(iter(self._thetas.values()), self.rope_theta)
         eos = self.eos_token_id
         return ModelConfig(
             vocab_size=self.vocab_size,
@@ -128,7 +159,7 @@ class _HfConfig(BaseModel):
             intermediate_size=self.intermediate_size,
             num_layers=self.num_hidden_layers,
             num_query_heads=self.num_attention_heads,
-            num_kv_heads=self.num_key_value_heads or self.num_attention_heads,
+            num_kv_heads=self.num_attention_heads if self.num_key_value_heads is None else self.num_key_value_heads,
             head_dim=head_dim,
             rms_norm_eps=self.rms_norm_eps,
             rope_theta=theta,

@@ -103,7 +103,7 @@ class Engine:
 
     Raises:
         ArgumentError: An argument is of another kind than it must be.
-        CheckpointError: There is no such model, or it cannot be read.
+        CheckpointError: There is no such model, it cannot be read, or its tensors are not what its config says.
         ConfigError: The model cannot be cut or served like this; nothing was started.
         LaunchError: The ranks could not be started.
         RankFailedError: A rank failed while starting.
@@ -262,6 +262,7 @@ class Engine:
         self.parallel.check_model(shape)
         split_layers(config.num_layers, num_stages=self.parallel.pp, sizes=self.serving.stage_layers)
         check_servable(self.parallel, shape)
+        checkpoint.check()
         self._lockstep = needs_lockstep(self.parallel, shape)
 
     def _load_tokenizer(self, checkpoint: Checkpoint) -> None:

@@ -1,6 +1,7 @@
 """``config.json``: what is read, what is refused."""
 
 import json
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,8 +10,10 @@ import torch
 
 from parallel_runtime.errors import CheckpointError, ConfigError
 from parallel_runtime.layers import RotaryPositions
+from parallel_runtime.models import ModelConfig
 from parallel_runtime.models.hf_config import model_config_from_hf
-from parallel_runtime.testing.checkpoints import tiny_llama_config
+from parallel_runtime.models.tensor_shapes import tensor_shapes
+from parallel_runtime.testing.checkpoints import random_state, tiny_llama_config, tiny_moe_config, tiny_qwen3_config
 
 LLAMA = {
     "model_type": "llama",
@@ -90,11 +93,56 @@ def test_the_frequencies_of_llama3_equal_those_of_transformers(place: Mapping[st
         ({"num_attention_heads": 0}, "num_attention_heads: Input should be greater than or equal to 1"),
         ({"num_key_value_heads": 3}, "num_query_heads=4 is not a multiple of num_kv_heads=3"),
         ({"hidden_size": 12}, "head_dim=3 is odd"),
+        ({"num_key_value_heads": 0}, "num_kv_heads=0; it must be at least 1"),
+        ({"head_dim": 0}, "head_dim: Input should be greater than or equal to 1"),
+        ({"head_dim": 2**40}, "head_dim: Input should be less than or equal to 65536"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers: Input should be less than or equal to 65536"),
+        ({"rope_theta": 0}, "rope_theta: Input should be greater than 0"),
+        ({"rope_theta": math.inf}, "rope_theta: Input should be a finite number"),
+        ({"rms_norm_eps": math.nan}, "rms_norm_eps: Input should be a finite number"),
+        ({"rms_norm_eps": -1.0}, "rms_norm_eps=-1.0; it must be a finite number of at least 0"),
+        ({"rope_parameters": {"rope_theta": 0.0}}, "rope_parameters.rope_theta: Input should be greater than 0"),
+        ({"rope_parameters": LLAMA3_ROPE | {"factor": 0}}, "rope_parameters.factor: Input should be greater than 0"),
+        ({"rope_parameters": LLAMA3_ROPE | {"low_freq_factor": 4}}, "low_freq_factor=4.0 is not below high_freq_factor=4.0"),
+        (
+            {"rope_parameters": {"rope_theta": 500.0}, "rope_scaling": {"rope_theta": 600.0}},
+            "different bases: rope_parameters.rope_theta=500.0, rope_scaling.rope_theta=600.0",
+        ),
+        ({"rope_parameters": {"rope_theta": 500.0}, "rope_theta": 10000.0}, "different bases: .*, rope_theta=10000.0"),
+        (
+            {"rope_parameters": {"rope_type": "default"}, "rope_scaling": LLAMA3_ROPE},
+            "rope_parameters and rope_scaling contradict each other",
+        ),
+        (
+            {"rope_parameters": LLAMA3_ROPE, "rope_scaling": LLAMA3_ROPE | {"factor": 2.0}},
+            "rope_parameters and rope_scaling contradict each other",
+        ),
     ],
 )
 def test_what_is_not_implemented_or_broken_is_refused(changes: Mapping[str, object], message: str) -> None:
     with pytest.raises(CheckpointError, match=f"^config.json: .*{message}"):
         model_config_from_hf(LLAMA | dict(changes), where="config.json")
+
+
+def test_keys_that_say_the_same_twice_are_read() -> None:
+    twice = {"rope_parameters": LLAMA3_ROPE | {"rope_theta": 500.0}, "rope_scaling": LLAMA3_ROPE, "rope_theta": 500.0}
+    once = {"rope_scaling": LLAMA3_ROPE, "rope_theta": 500.0}
+    assert model_config_from_hf(LLAMA | twice, where="") == model_config_from_hf(LLAMA | once, where="")
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        tiny_llama_config(),
+        tiny_llama_config(tie_word_embeddings=True, attention_bias=True, attention_output_bias=True, mlp_bias=True),
+        tiny_qwen3_config(),
+        tiny_moe_config(),
+        tiny_moe_config(mixture={"dense_layers": frozenset({1})}),
+        tiny_moe_config(shared=True),
+    ],
+)
+def test_the_tensors_of_a_model_are_known_before_it_is_read(config: ModelConfig) -> None:
+    assert dict(tensor_shapes(config)) == {name: tuple(tensor.shape) for name, tensor in random_state(config).items()}
 
 
 def test_the_shape_is_what_a_layout_is_checked_against() -> None:
@@ -116,6 +164,10 @@ def test_a_file_without_its_keys_is_refused() -> None:
         ({"num_layers": 0}, "num_layers=0; it must be at least 1"),
         ({"num_kv_heads": 3}, "num_query_heads=4 is not a multiple of num_kv_heads=3"),
         ({"head_dim": 7}, "head_dim=7 is odd"),
+        ({"rope_theta": 0.0}, "rope_theta=0.0; it must be a finite number above 0"),
+        ({"rope_theta": math.inf}, "rope_theta=inf"),
+        ({"rms_norm_eps": math.nan}, "rms_norm_eps=nan; it must be a finite number of at least 0"),
+        ({"rope_factors": (1.0, 0.0, 1.0, 1.0)}, "each must be a finite number above 0"),
         ({"rope_factors": (1.0,)}, "1 rope_factors for head_dim=8; expected 4"),
     ],
 )

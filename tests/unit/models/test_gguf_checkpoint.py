@@ -111,6 +111,13 @@ def test_another_architecture_is_refused(tmp_path: Path) -> None:
         GgufCheckpoint(write_metadata(tmp_path / "m.gguf", {}, architecture="qwen2"))
 
 
+def test_a_file_may_claim_any_number_of_layers(tmp_path: Path) -> None:
+    with GgufCheckpoint(write_metadata(tmp_path / "m.gguf", {"llama.block_count": 2**31})) as checkpoint:
+        assert len(checkpoint.names) == 1
+        with pytest.raises(CheckpointError, match=r"no tensor 'model\.layers\.0\.input_layernorm\.weight' among the 1 it has"):
+            checkpoint.check()
+
+
 def test_a_file_without_an_embedding_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"no tensor 'token_embd\.weight', the embedding"):
         GgufCheckpoint(write_metadata(tmp_path / "m.gguf", {}, embedding=False))

@@ -1,5 +1,6 @@
 """A tiny Llama equals ``transformers`` on the same weights, however it is split."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -236,6 +237,24 @@ def test_a_checkpoint_without_a_tensor_its_config_asks_for_is_refused(tmp_path: 
         pytest.raises(CheckpointError, match=r"model: no tensor 'model\.layers\.2\.input_layernorm\.weight' among the 21 it has"),
     ):
         load_model(checkpoint, tp=alone())
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("vocab_size", 10**13, r"'model\.embed_tokens\.weight' has shape \(101, 32\); expected \(10000000000000, 32\)"),
+        ("intermediate_size", 10**13, r"'model\.layers\.0\.mlp\.gate_proj\.weight' has shape"),
+        ("num_attention_heads", 2 * 10**13, r"'model\.layers\.0\.self_attn\.q_proj\.weight' has shape"),
+    ],
+)
+def test_sizes_no_machine_has_memory_for_are_refused_first(key: str, value: int, message: str, tmp_path: Path) -> None:
+    folder = write_safetensors_checkpoint(tmp_path / "model", tiny_llama_config())
+    config_file = folder / "config.json"
+    config_file.write_text(json.dumps(json.loads(config_file.read_text()) | {key: value}))
+    with open_checkpoint(folder) as checkpoint:
+        for call in (checkpoint.check, lambda: load_model(checkpoint, tp=alone())):
+            with pytest.raises(CheckpointError, match=message):
+                call()
 
 
 def test_a_checkpoint_with_a_tensor_of_another_shape_is_refused(tmp_path: Path) -> None:

@@ -6,11 +6,12 @@ import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from parallel_runtime.config import Deadlines, ParallelConfig
-from parallel_runtime.errors import CheckpointError, ConfigError, ContextStateError, RankFailedError, RequestError
+from parallel_runtime.errors import ArgumentError, CheckpointError, ConfigError, ContextStateError, RankFailedError, RequestError
 from parallel_runtime.serving import Engine, EngineState, FinishReason, SamplingParams, ServingConfig, StreamEvent
 from parallel_runtime.testing.checkpoints import tiny_moe_config, write_safetensors_checkpoint
 from tests.spmd.tiny_models import PROMPTS, greedy_reference, write_tiny_model
@@ -40,8 +41,9 @@ def engine(model: Path) -> Iterator[Engine]:
 
 def test_it_is_entered_once_and_used_inside(model: Path) -> None:
     engine = Engine(model, executor="threads")
-    with pytest.raises(ContextStateError, match="this Engine is new, so it serves nothing; enter it"):
-        engine.generate([[1]])
+    for early in (lambda: engine.generate(["text"]), lambda: engine.stream(["text"])):
+        with pytest.raises(ContextStateError, match="this Engine is new, so it serves nothing; enter it"):
+            early()
     with engine:
         assert engine.state is EngineState.OPEN
         with pytest.raises(ContextStateError, match="entered once; this one is open"):
@@ -58,13 +60,33 @@ def test_impossible_settings_start_nothing(model: Path) -> None:
         (ParallelConfig(tp=5), ServingConfig(), "tp=5 is more than the 4 query heads"),
         (ParallelConfig(pp=2), ServingConfig(stage_layers=(1, 1)), "stage sizes"),
         (ParallelConfig(cp=2), ServingConfig(), "cp=2: models are served with tp, pp, dp and"),
-        (ParallelConfig(tp=2, ep=2), ServingConfig(), r"ep=2: this model is dense .* use ep=1 \(in vLLM's words enable_expert_parallel=False"),
+        (
+            ParallelConfig(tp=2, ep=2),
+            ServingConfig(),
+            r"ep=2: this model is dense .* use ep=1 \(in vLLM's words enable_expert_parallel=False",
+        ),
     ):
         with pytest.raises(ConfigError, match=text):
             Engine(model, parallel=parallel, serving=serving, executor="threads").__enter__()
     with pytest.raises(CheckpointError, match="no model at"):
         Engine(model / "nowhere").__enter__()
     assert threading.active_count() == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"model": 5}, "model=5 is neither a name nor a path; give 'smollm2'"),
+        ({"parallel": 2}, r"parallel=2 is no ParallelConfig; give sizes by name, such as ParallelConfig\(tp=2\)"),
+        ({"parallel": {"tp": 2}}, "is no ParallelConfig"),
+        ({"serving": ParallelConfig()}, "serving=.* is no ServingConfig"),
+        ({"executor": "thread"}, "executor='thread' is unknown; ranks are 'processes' or 'threads'"),
+        ({"executor": []}, r"executor=\[\] is unknown"),
+    ],
+)
+def test_arguments_of_another_kind_are_refused_at_once(arguments: dict[str, Any], text: str) -> None:
+    with pytest.raises(ArgumentError, match=text):
+        Engine(**arguments)
 
 
 def test_vllms_sizes_serve_a_dense_model(model: Path, expected: list[tuple[int, ...]]) -> None:
@@ -160,17 +182,21 @@ def test_closing_ends_what_runs(model: Path) -> None:
     assert last.finish_reason is FinishReason.ABORT
 
 
-def test_a_rank_that_fails_while_starting(model: Path) -> None:
+def test_a_file_that_is_not_what_its_config_says_starts_nothing(model: Path) -> None:
     from safetensors.torch import load_file, save_file
 
     broken = write_tiny_model(model.parent / "broken")
     state = load_file(broken / "model.safetensors")
     del state["model.layers.3.mlp.up_proj.weight"]
     save_file(state, broken / "model.safetensors")
-    with pytest.raises(
-        RankFailedError, match=r"rank 1 of 2 failed in .*serve_rank: .*no tensor 'model\.layers\.3\.mlp\.up_proj\.weight'"
-    ):
+    with pytest.raises(CheckpointError, match=r"no tensor 'model\.layers\.3\.mlp\.up_proj\.weight'"):
         Engine(broken, parallel=ParallelConfig(pp=2), executor="threads").__enter__()
+
+
+def test_a_rank_that_fails_while_starting(model: Path) -> None:
+    serving = ServingConfig(kv_cache_tokens=2**45)
+    with pytest.raises(RankFailedError, match=r"rank \d of 2 failed in .*serve_rank: .*memory"):
+        Engine(model, parallel=ParallelConfig(pp=2), serving=serving, executor="threads").__enter__()
 
 
 def test_an_idle_engine_outlives_the_control_deadline(model: Path) -> None:
