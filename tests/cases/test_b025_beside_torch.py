@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from parallel_runtime.comm.c10d import prefix_store
 from parallel_runtime.config import ParallelConfig
 from parallel_runtime.config.environment import Identity
 from parallel_runtime.context import ParallelContext
@@ -30,7 +31,7 @@ def torch_total() -> float:
 
 def beside_and_on_top(ctx: ParallelContext) -> list[float]:
     assert ctx.store is not None
-    dist.init_process_group("gloo", store=dist.PrefixStore("of torch", ctx.store), rank=ctx.rank, world_size=2)
+    dist.init_process_group("gloo", store=prefix_store(ctx.store, "of torch"), rank=ctx.rank, world_size=2)
     sums = [total(ctx), torch_total()]
     with ParallelContext.adopt(dist.group.WORLD, ParallelConfig(tp=-1)) as adopted:
         assert (adopted.rank, adopted.world_size) == (ctx.rank, 2)
