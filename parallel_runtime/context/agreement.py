@@ -10,6 +10,7 @@ from parallel_runtime.comm.diagnosis import Failure
 from parallel_runtime.context.monitor import Monitor
 from parallel_runtime.context.rendezvous import Meeting
 from parallel_runtime.errors import ParallelRuntimeError, PeerError, PeerFailedError, PeerTimeoutError, RendezvousError
+from parallel_runtime.values import error_text
 
 __all__ = ["Agreement", "failed_error"]
 
@@ -88,7 +89,7 @@ class Agreement:
                 yield
         except BaseException as error:
             try:
-                self.settle(f"{type(error).__name__}: {error}", timeout_s)
+                self.settle(error_text(error), timeout_s)
             except PeerFailedError as failed:
                 if isinstance(error, Exception) and not isinstance(error, PeerError):
                     raise failed from error

@@ -36,6 +36,7 @@ from parallel_runtime.errors import ArgumentError, CollectiveMismatchError, Conf
 from parallel_runtime.terms import GROUP_NAMES, Rank
 from parallel_runtime.topology.hosts import Hosts
 from parallel_runtime.topology.layout import Coordinate, Layout
+from parallel_runtime.values import error_text, type_problem
 
 __all__ = ["ContextState", "ParallelContext"]
 
@@ -70,7 +71,7 @@ class ParallelContext:
         probe: Told of every stage, and may wrap what groups move their data with; for tests.
 
     Raises:
-        ArgumentError: ``store`` is not a store.
+        ArgumentError: ``config``, ``identity``, ``store`` or ``hub`` is something else.
         ConfigError: The config, identity, store and hub do not fit together.
         ContextStateError: Entered twice, used before or after, or in another process than the one that opened it.
 
@@ -86,6 +87,7 @@ class ParallelContext:
         hub: LocalHub | None = None,
         probe: Probe | None = None,
     ) -> None:
+        _check_arguments(config, identity, hub)
         self._config = config
         self._identity = identity
         self._store = None if store is None else wrap(store)
@@ -157,8 +159,10 @@ class ParallelContext:
                 self._open(stack)
                 self._stack = stack.pop_all()
         except BaseException as error:
-            self._say_why(error)
-            self._forget()
+            try:
+                self._say_why(error)
+            finally:
+                self._forget()
             raise
         self._state = ContextState.OPEN
         if self._parent is not None:
@@ -172,23 +176,23 @@ class ParallelContext:
         self._state = ContextState.CLOSED
         if self._pid != os.getpid():
             return  # a forked copy: the sockets belong to the parent
-        try:
-            for child in reversed(tuple(self._children)):
-                child.__exit__(error_type, error, trace)
-            if error is None:
-                self._depart()
-        except BaseException as failure:
-            error = failure
-            raise
-        finally:
-            self._say_why(error)
-            self._stack.close()
-            if self._parent is not None and self in self._parent._children:
-                self._parent._children.remove(self)
-        if self._serves_store and self._meeting is not None:
-            exit_s = self._config.deadlines.exit_s
-            self._meeting.wait_until_all_left(exit_s if error is None else min(exit_s, _LAST_WORD_S))
-        self._forget()
+        with ExitStack() as ending:  # from last to first, each also where another fails
+            ending.callback(self._forget)
+            if self._parent is not None:
+                ending.callback(self._parent._disown, self)
+            try:
+                self._leave_children(error_type, error, trace)
+                if error is None:
+                    self._depart()
+            except BaseException as failure:
+                error = failure
+                raise
+            finally:
+                with self._stack:
+                    self._say_why(error)
+            if self._serves_store and self._meeting is not None:
+                exit_s = self._config.deadlines.exit_s
+                self._meeting.wait_until_all_left(exit_s if error is None else min(exit_s, _LAST_WORD_S))
 
     def close(self) -> None:
         """Leave normally, for owners that do not use ``with``. Twice is nothing."""
@@ -356,7 +360,7 @@ class ParallelContext:
             ContextStateError: The context is not open, or was opened by another process.
         """
         self._check_open()
-        if name not in self._groups:
+        if not isinstance(name, str) or name not in self._groups:
             raise ArgumentError(f"no group is called {name!r}; there are {', '.join(GROUP_NAMES)}, and open_group for others")
         return self._groups[name]
 
@@ -379,8 +383,8 @@ class ParallelContext:
             The group. Asking for the same axes again gives the same one.
 
         Raises:
+            ArgumentError: The axes do not go together.
             CollectiveMismatchError: Another member opens a different group at this point; raised on all of them.
-            ConfigError: The axes do not go together.
             ContextStateError: The context is not open, or was opened by another process.
             RendezvousError: A member left, or did not ask within ``deadlines.join_s``.
 
@@ -388,8 +392,8 @@ class ParallelContext:
         """
         self._check_open()
         self._check_not_given_up()
+        ranks = self.layout.group_of(self.rank, *axes)
         if axes not in self._extra_groups:
-            ranks = self.layout.group_of(self.rank, *axes)
             if self._meeting is not None:
                 self._agree_on_extra_group(self._meeting, axes, ranks)
             assert self._table is not None
@@ -676,6 +680,19 @@ class ParallelContext:
                 hint = "it closed with its parent"
             raise ContextStateError(f"this ParallelContext is {self._state}, so it has no groups; {hint}")
 
+    def _leave_children(
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close every child, newest first, also where one of them fails."""
+        children = ExitStack()
+        for child in self._children:
+            children.push(child)
+        children.__exit__(error_type, error, trace)
+
+    def _disown(self, child: "ParallelContext") -> None:
+        if child in self._children:
+            self._children.remove(child)
+
     def _depart(self) -> None:
         """Let receivers confirm what was sent to them."""
         self._reach(Stage.CLOSING)
@@ -687,13 +704,23 @@ class ParallelContext:
         if self._monitor is not None:
             self._monitor.last_words()
         if self._meeting is not None:
-            self._meeting.leave("" if error is None else f"{type(error).__name__}: {error}")
+            self._meeting.leave("" if error is None else error_text(error))
 
     def _forget(self) -> None:
         """Drop every reference, since torch frees sockets and threads with the last one."""
         self._groups, self._extra_groups, self._agreements = {}, {}, {}
         self._table = self._meeting = self._monitor = self._store = None
         self._stack = ExitStack()
+
+
+def _check_arguments(config: object, identity: object, hub: object) -> None:
+    problem = type_problem("config", config, ParallelConfig, "use one such as ParallelConfig(tp=2)")
+    if identity is not None:
+        problem = problem or type_problem("identity", identity, Identity, "use Identity(...), detect(...) or None")
+    if hub is not None:
+        problem = problem or type_problem("hub", hub, LocalHub, "use LocalHub(world_size) or None")
+    if problem:
+        raise ArgumentError(problem)
 
 
 def _probed(connect: Connector, probe: Probe) -> Connector:

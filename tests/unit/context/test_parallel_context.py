@@ -4,6 +4,8 @@ import copy
 import pickle
 import socket
 import threading
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +14,8 @@ from parallel_runtime.comm.c10d import hash_store
 from parallel_runtime.config import Deadlines, ParallelConfig
 from parallel_runtime.config.environment import Identity
 from parallel_runtime.context import ContextState, ParallelContext
+from parallel_runtime.context.connectors import Connection
+from parallel_runtime.context.probe import Stage
 from parallel_runtime.errors import (
     ArgumentError,
     CollectiveMismatchError,
@@ -223,3 +227,95 @@ def test_leaving_by_an_exception_frees_those_that_wait() -> None:
         return "nothing"
 
     assert run_threads(leave, ParallelConfig(tp=2, backend="gloo"), timeout_s=60) == ["PeerLostError", "KeyError"]
+
+
+class UnspeakableError(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("backend", ["local", "gloo"])
+@pytest.mark.parametrize("error", [UnspeakableError(), ValueError("\ud800")])
+def test_an_error_that_cannot_be_told_closes_everything_and_stays_itself(backend: str, error: Exception) -> None:
+    def body(ctx: ParallelContext) -> None:
+        inner = again(ctx, ctx.config)
+        with pytest.raises(type(error)) as caught, inner:  # noqa: PT012  # the exit is what is tested
+            group = inner.tp
+            child = inner.derive(ctx.config).__enter__()
+            raise error
+        assert caught.value is error
+        assert not group.is_open
+        assert state_of(child) == ContextState.CLOSED
+        assert inner.store is None
+        ctx.tp.barrier()
+
+    run_threads(body, ParallelConfig.model_validate({"tp": 2, "backend": backend}), timeout_s=50)
+    with pytest.raises(RankFailedError, match=f"rank 0 of 2 failed in .*{type(error).__name__}"):
+        run_threads(raiser(error), ParallelConfig.model_validate({"tp": 2, "backend": backend}), timeout_s=50)
+
+
+def raiser(error: Exception) -> Callable[[ParallelContext], None]:
+    def body(ctx: ParallelContext) -> None:
+        if ctx.rank == 0:
+            raise error
+        with pytest.raises(PeerError):
+            ctx.tp.barrier()
+
+    return body
+
+
+def test_an_error_that_cannot_be_told_while_entering_stays_itself() -> None:
+    class Trip:
+        def at(self, stage: Stage) -> None:
+            if stage is Stage.OPENING:
+                raise UnspeakableError
+
+        def connected(self, ranks: tuple[Rank, ...], connection: Connection) -> Connection:
+            return connection
+
+    store = hash_store()
+
+    def body(ctx: ParallelContext) -> None:
+        inner = ParallelContext(ctx.config, identity=ctx.identity, store=store, hub=ctx.hub, probe=Trip())
+        with pytest.raises(UnspeakableError), inner:
+            pass
+        assert inner.store is None
+
+    run_threads(body, ParallelConfig(tp=2), timeout_s=50)
+
+
+def test_a_child_that_fails_to_close_leaves_nothing_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    context = ParallelContext(ParallelConfig())
+    with pytest.raises(ValueError, match="boom-45"), context:  # noqa: PT012  # the exit is what is tested
+        first, second = (context.derive(ParallelConfig()).__enter__() for _ in range(2))
+        monkeypatch.setattr(second, "_depart", raise_boom)
+        group = context.tp
+    assert [state_of(first), state_of(second), state_of(context)] == [ContextState.CLOSED] * 3
+    assert not group.is_open
+
+
+def raise_boom() -> None:
+    raise ValueError("boom-45")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"config": None}, r"config must be a ParallelConfig, got None \(NoneType\); use one such as ParallelConfig\(tp=2\)"),
+        ({"config": {"tp": 2}}, r"config must be a ParallelConfig, got \{'tp': 2\} \(dict\)"),
+        ({"identity": 5}, r"identity must be a Identity, got 5 \(int\); use Identity"),
+        ({"hub": 5}, r"hub must be a LocalHub, got 5 \(int\)"),
+    ],
+)
+def test_arguments_of_another_type_are_refused(arguments: dict[str, Any], text: str) -> None:
+    with pytest.raises(ArgumentError, match=text):
+        ParallelContext(**({"config": ParallelConfig()} | arguments))
+
+
+def test_groups_are_asked_for_by_name() -> None:
+    with ParallelContext(ParallelConfig()) as ctx:
+        with pytest.raises(ArgumentError, match=r"no group is called \[\]; there are world"):
+            ctx.group([])  # type: ignore[arg-type]  # what is tested
+        with pytest.raises(ArgumentError, match=r"axis must be a str, got \['tp'\] \(list\)"):
+            ctx.open_group(["tp"])  # type: ignore[arg-type]  # what is tested
