@@ -48,7 +48,7 @@ def fit_config(config: ParallelConfig, identity: Identity) -> ParallelConfig:
     """
     is_part = config.ranks is not None or config.rank_offset > 0
     if not is_part:
-        return config.resolve(world_size=identity.world_size)
+        return _fit_world(config, identity)
     if not config.is_resolved:
         raise ConfigError("a config with ranks or rank_offset needs every size; -1 is inferred for a whole world only")
     ranks = config.layout.ranks
@@ -58,6 +58,19 @@ def fit_config(config: ParallelConfig, identity: Identity) -> ParallelConfig:
             f"only those ranks enter it, and all of them must be below {identity.world_size}"
         )
     return config
+
+
+def _fit_world(config: ParallelConfig, identity: Identity) -> ParallelConfig:
+    try:
+        return config.resolve(identity.world_size)
+    except ConfigError as exc:
+        if identity.source != "single":
+            raise
+        num_ranks = abs(config.tp * config.cp * config.dp * config.pp)
+        raise ConfigError(
+            f"{exc}. No launcher's variables were found, so this is a world of one: start it with "
+            f"`torchrun --nproc-per-node {num_ranks} script.py`, or call `launch(fn, config)`"
+        ) from None
 
 
 def fit_child(config: ParallelConfig, ranks: Sequence[int] | None, parent: ParallelConfig, *, world_size: int) -> ParallelConfig:

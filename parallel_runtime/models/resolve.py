@@ -34,7 +34,8 @@ def resolve_model(model: str | os.PathLike[str]) -> Path:
     path = Path(model)
     if not path.exists():
         raise CheckpointError(
-            f"no model at {str(path)!r}; expected {EMBEDDED_MODEL!r}, a .gguf file or a directory with config.json"
+            f"no model at {str(path)!r}; expected {EMBEDDED_MODEL!r}, a .gguf file or a directory with config.json on this "
+            "machine; nothing is downloaded"
         )
     return path
 

@@ -25,6 +25,19 @@ def test_sizes_that_do_not_multiply_to_the_world_are_refused() -> None:
         fit_config(ParallelConfig(tp=3), identity())
 
 
+@pytest.mark.parametrize("config", [ParallelConfig(tp=3, pp=2), ParallelConfig(tp=3, pp=2, dp=-1)])
+def test_a_script_without_a_launcher_is_told_how_to_start(config: ParallelConfig) -> None:
+    alone = Identity(rank=Rank(0), world_size=1, source="single")
+    with pytest.raises(
+        ConfigError, match=r"No launcher's variables were found.*`torchrun --nproc-per-node 6 script\.py`, or call"
+    ):
+        fit_config(config, alone)
+    with pytest.raises(ConfigError) as launched:
+        fit_config(config, identity(0, 1))
+    assert "torchrun" not in str(launched.value)
+    assert fit_config(ParallelConfig(), alone).world_size == 1
+
+
 def test_a_part_of_the_ranks_is_entered_by_those_ranks_only() -> None:
     config = ParallelConfig(tp=2, rank_offset=2)
     assert fit_config(config, identity(3)) is config

@@ -29,8 +29,14 @@ def test_a_path_decides_the_format(tmp_path: Path) -> None:
 
 
 def test_nothing_at_the_path_is_named() -> None:
-    with pytest.raises(CheckpointError, match=r"no model at 'gpt-5'; expected 'smollm2', a \.gguf file or a directory"):
-        resolve_model("gpt-5")
+    for name in ("gpt-5", "Org/name"):
+        with pytest.raises(CheckpointError, match=rf"no model at '{name}'; expected 'smollm2', a \.gguf file or a directory"):
+            resolve_model(name)
+
+
+def test_a_name_from_a_hub_is_not_downloaded() -> None:
+    with pytest.raises(CheckpointError, match=r"directory with config\.json on this machine; nothing is downloaded"):
+        resolve_model("Org/name")
 
 
 def test_a_missing_embedded_model_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
