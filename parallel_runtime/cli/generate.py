@@ -13,6 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from parallel_runtime.config.parallel_config import ParallelConfig
+from parallel_runtime.errors import RequestError
 from parallel_runtime.serving import Engine, Prompt, SamplingParams, ServingConfig, StreamEvent
 
 __all__ = ["add_generate", "run_generate"]
@@ -58,8 +59,12 @@ def run_generate(arguments: argparse.Namespace) -> int:
         The exit status: 0.
 
     Raises:
-        ParallelRuntimeError: The model, the sizes or a prompt is wrong, or a rank failed.
+        RequestError: A prompt is empty, or asks for more than can be served.
+        ParallelRuntimeError: The model or the sizes are wrong, or a rank failed.
     """
+    for number, prompt in enumerate(arguments.prompts, 1):
+        if not prompt:
+            raise RequestError(f"prompt {number} is empty; give at least one character")
     sampling = SamplingParams(
         max_new_tokens=arguments.max_new_tokens,
         temperature=arguments.temperature,

@@ -5,6 +5,7 @@ standard error.
 """
 
 import argparse
+import difflib
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -14,7 +15,7 @@ from typing import Any, NoReturn, TypeAlias, final
 from parallel_runtime.cli.doctor import add_doctor
 from parallel_runtime.cli.generate import add_generate
 from parallel_runtime.cli.plan import add_plan
-from parallel_runtime.errors import CheckpointError, ConfigError, ParallelRuntimeError, RequestError
+from parallel_runtime.errors import ArgumentError, CheckpointError, ConfigError, ParallelRuntimeError, RequestError
 
 __all__ = ["AddCommand", "build_parser", "main"]
 
@@ -26,6 +27,18 @@ _COMMANDS: tuple[AddCommand, ...] = (add_plan, add_generate, add_doctor)
 
 @final
 class _Parser(argparse.ArgumentParser):
+    def parse_known_args(  # type: ignore[override]  # the overloads differ in the namespace only, of which there is one here
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """Refuse what is unknown where it was met, so that the message names the right command and its nearest option."""
+        known, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            flag = unknown[0].partition("=")[0]
+            close = difflib.get_close_matches(flag, self._option_string_actions, n=1)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+        return known, unknown
+
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
 
@@ -64,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return _fail("interrupted", 130)
-    except (ConfigError, CheckpointError, RequestError) as error:
+    except (ArgumentError, ConfigError, CheckpointError, RequestError) as error:
         return _fail(str(error), 2)
     except OSError as error:
         return _fail(f"{error.filename}: {error.strerror}" if error.filename else str(error), 1)

@@ -4,10 +4,12 @@ import argparse
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.measure import Measurement
 from rich.table import Table as RichTable
+from rich.text import Text
 
 from parallel_runtime.cli.sizes import add_size_options, config_from_options, parse_hosts, plan_from_text
 from parallel_runtime.config.plan import Plan
@@ -22,7 +24,8 @@ examples:
   parallel-runtime plan --tp 2 --pp 2 --dp 2 --hosts 2
   parallel-runtime plan --tp 2 --pp 2 --dp 2 --hosts 2 --svg plan.svg
   parallel-runtime plan --tp 8 --dp -1 --world-size 64 --hosts 8 --rank 9
-  parallel-runtime plan --from sglang --tp-size 8 --attn-dp-size 4 --ep-size 8
+  parallel-runtime plan --from sglang --tp 8 --dp 4 --enable-dp-attention --ep 8
+  parallel-runtime plan --from vllm -tp 8 -pp 2 -ep
   parallel-runtime plan tp=2,pp=2 diff tp=4
   parallel-runtime plan before.json diff after.json
 """
@@ -58,6 +61,10 @@ def add_plan(commands: "argparse._SubParsersAction[Any]") -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
+    _check_files(options)
+    if options.operands and (options.sizes or options.peer):
+        extra = options.sizes[0][0] if options.sizes else "--from"
+        raise ConfigError(f"a PLAN says its own sizes; leave out `{extra}`, or leave out {options.operands[0]!r}")
     match options.operands:
         case []:
             plan = config_from_options(options).plan(hosts=parse_hosts(options.hosts))
@@ -80,6 +87,13 @@ def _run(options: argparse.Namespace) -> int:
     else:
         _show(plan.headline, plan.tables())
     return 0
+
+
+def _check_files(options: argparse.Namespace) -> None:
+    for kind in ("svg", "png"):
+        path: Path | None = getattr(options, kind)
+        if path is not None and path.suffix.lower() not in ("", f".{kind}"):
+            raise ConfigError(f"--{kind} {path}: this option writes {kind.upper()}; name the file {path.with_suffix(f'.{kind}')}")
 
 
 def _show_differences(differences: tuple[Difference, ...]) -> None:
@@ -131,5 +145,27 @@ def _as_rich(table: Table) -> RichTable:
     for name in table.header:
         rich.add_column(name, overflow="fold")
     for row in table.rows:
-        rich.add_row(*(cell.replace("[", r"\[") for cell in row))
+        rich.add_row(*(_Groups(cell) if name == "members" else Text(cell) for name, cell in zip(table.header, row, strict=True)))
     return rich
+
+
+@final
+class _Groups:
+    """A cell that lists groups, broken between two of them and never inside one."""
+
+    def __init__(self, text: str) -> None:
+        groups = text.split("; ")
+        self._parts = [f"{group};" for group in groups[:-1]] + groups[-1:]
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        return Measurement(max(map(len, self._parts)), len(" ".join(self._parts)))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        line = ""
+        for part in self._parts:
+            if line and len(line) + 1 + len(part) > options.max_width:
+                yield Text(line)
+                line = part
+            else:
+                line = f"{line} {part}".strip()
+        yield Text(line)

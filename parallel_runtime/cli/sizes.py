@@ -2,58 +2,54 @@
 
 import argparse
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeAlias, final
 
-from parallel_runtime.config import FrozenModel, ParallelConfig
-from parallel_runtime.config.peers import MegatronSizes, SglangSizes, TorchtitanSizes, VllmSizes
+from parallel_runtime.cli.vocabularies import OURS, PEERS, Vocabulary, flag_of
+from parallel_runtime.config import ParallelConfig
 from parallel_runtime.config.plan import Plan
 from parallel_runtime.errors import ConfigError
 from parallel_runtime.topology.hosts import Hosts
 
-__all__ = ["add_size_options", "config_from_options", "parse_hosts", "plan_from_text"]
+__all__ = ["GivenSizes", "add_size_options", "config_from_options", "parse_hosts", "plan_from_text"]
 
-_SIZES = ("tp", "pp", "dp", "cp", "ep", "etp", "dcp")
+GivenSizes: TypeAlias = tuple[tuple[str, int | str | bool], ...]
+"""Flags of sizes as they were written, and their values."""
 
-_PEERS: Mapping[str, tuple[str, type[FrozenModel], Callable[..., ParallelConfig]]] = MappingProxyType(
-    {
-        "sglang": ("SGLang", SglangSizes, ParallelConfig.from_sglang),
-        "vllm": ("vLLM", VllmSizes, ParallelConfig.from_vllm),
-        "megatron": ("Megatron-core", MegatronSizes, ParallelConfig.from_megatron),
-        "torchtitan": ("torchtitan", TorchtitanSizes, ParallelConfig.from_torchtitan),
-    }
-)
+_ALL = (OURS, *PEERS.values())
+
+
+@final
+class _Remember(argparse.Action):
+    """Keeps each flag as it was written: whose word it is depends on ``--from``, which may come later."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[Any] | None,
+        option_string: str | None = None,
+    ) -> None:
+        value = not (option_string or "").startswith("--no-") if self.nargs == 0 else values
+        setattr(namespace, self.dest, (*getattr(namespace, self.dest), (option_string, value)))
 
 
 def add_size_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that say how a world is cut.
+    """Add the options that say how a world is cut. Those that say sizes are kept in ``options.sizes``, as ``GivenSizes``.
 
     Args:
         parser: Of the command that needs them.
     """
+    homes = _homes()
     ours = parser.add_argument_group("sizes (those left out are 1)")
-    for name in _SIZES:
-        ours.add_argument(f"--{name}", type=int, metavar="N", help=_help_of(ParallelConfig, name))
-    ours.add_argument("--order", metavar="AXES", help="dense axes, fastest first, such as tp-cp-dp-pp")
-    ours.add_argument("--world-size", type=int, metavar="N", help="number of ranks; fills in the one size given as -1")
+    _add_flags(ours, OURS, homes)
     ours.add_argument("--backend", choices=("auto", "gloo", "nccl", "local", "fake"), help="what moves tensors")
     ours.add_argument("--device", choices=("auto", "cpu", "cuda"), help="where tensors live")
     ours.add_argument("--shm", choices=("auto", "on", "off"), help="shared memory between ranks of one host")
-    parser.add_argument("--from", dest="peer", choices=tuple(_PEERS), help="read the sizes in this project's own words, below")
-    taken = {"order", "world_size"}
-    for peer, (title, sizes, _) in _PEERS.items():
-        group = parser.add_argument_group(f"sizes in {title}'s words (--from {peer})")
-        for name, field in sizes.model_fields.items():
-            if name in taken:
-                continue
-            taken.add(name)
-            flag = f"--{name.replace('_', '-')}"
-            if field.annotation is bool:
-                group.add_argument(flag, action=argparse.BooleanOptionalAction, help=_help_of(sizes, name))
-            else:
-                group.add_argument(flag, type=int, metavar="N", help=_help_of(sizes, name))
+    parser.add_argument("--from", dest="peer", choices=tuple(PEERS), help="read the sizes in this project's own words, below")
+    for peer in PEERS.values():
+        _add_flags(parser.add_argument_group(f"sizes in {peer.title}'s words (--from {peer.name})"), peer, homes)
 
 
 def config_from_options(options: argparse.Namespace) -> ParallelConfig:
@@ -68,20 +64,18 @@ def config_from_options(options: argparse.Namespace) -> ParallelConfig:
     Raises:
         ConfigError: A flag does not belong to the chosen vocabulary, or the sizes are impossible.
     """
-    given = {name: value for name, value in vars(options).items() if value is not None}
-    settings = {name: given[name] for name in ("backend", "device", "shm") if name in given}
-    known = {name for _, sizes, _ in _PEERS.values() for name in sizes.model_fields} | {*_SIZES, "order", "world_size"}
-    sizes = {name: value for name, value in given.items() if name in known}
+    settings = {name: value for name in ("backend", "device", "shm") if (value := getattr(options, name)) is not None}
     if options.peer is not None:
-        title, model, read = _PEERS[options.peer]
-        _refuse_foreign(sizes, set(model.model_fields), f"{title} (--from {options.peer})")
-        return read(**sizes).replace(**settings)
-    _refuse_foreign(sizes, {*_SIZES, "order", "world_size"}, "this command without --from")
+        peer = PEERS[options.peer]
+        return peer.read(**_read_sizes(options.sizes, peer)).replace(**settings)
+    sizes = _read_sizes(options.sizes, OURS)
     world_size = sizes.pop("world_size", None)
     if "order" in sizes:
         sizes["order"] = tuple(sizes["order"].split("-"))
     config = ParallelConfig(**sizes, **settings)
-    return config if world_size is None else config.resolve(world_size=world_size)
+    if world_size is not None:
+        return config.resolve(world_size=world_size)
+    return _known(config, "add `--world-size N`, or give a size")
 
 
 def parse_hosts(text: str | None) -> Hosts | None:
@@ -115,7 +109,7 @@ def plan_from_text(text: str, *, hosts: Hosts | None = None) -> Plan:
         content = _read(Path(text))
         if _is_plan(content):
             return Plan.from_json(content)
-        return ParallelConfig.model_validate_json(content).plan(hosts=hosts)
+        return _known(ParallelConfig.model_validate_json(content), "a file must hold every size").plan(hosts=hosts)
     if "=" not in text:
         raise ConfigError(f"{text!r} is no file, and no settings such as 'tp=2,pp=2,hosts=2'")
     settings: dict[str, Any] = {}
@@ -127,7 +121,7 @@ def plan_from_text(text: str, *, hosts: Hosts | None = None) -> Plan:
     if "order" in settings:
         settings["order"] = tuple(str(settings["order"]).split("-"))
     own_hosts = settings.pop("hosts", hosts)
-    return ParallelConfig(**settings).plan(hosts=own_hosts)
+    return _known(ParallelConfig(**settings), "a text must hold every size").plan(hosts=own_hosts)
 
 
 def _read(path: Path) -> str:
@@ -145,19 +139,72 @@ def _is_plan(content: str) -> bool:
     return isinstance(data, dict) and "layout" in data
 
 
-def _refuse_foreign(given: Mapping[str, object], known: set[str], whose: str) -> None:
-    foreign = [_flag(name) for name in given if name not in known]
-    if foreign:
-        raise ConfigError(f"{whose} does not know {', '.join(foreign)}; it knows {', '.join(sorted(map(_flag, known)))}")
+def _known(config: ParallelConfig, hint: str) -> ParallelConfig:
+    """Refuse a size that nothing fills in."""
+    unknown = next((axis for axis in ("tp", "cp", "dp", "pp") if getattr(config, axis) == -1), None)
+    if unknown is not None:
+        raise ConfigError(f"{unknown}=-1 is filled in from the number of ranks: {hint}")
+    return config
 
 
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
+def _homes() -> Mapping[str, str]:
+    """In whose help each flag stands: the first project that usually writes it, or else the first that takes it."""
+    homes: dict[str, str] = {}
+    for vocabulary in _ALL:
+        for name in vocabulary.helps:
+            homes.setdefault(flag_of(name), vocabulary.name)
+    for vocabulary in _ALL:
+        for flag in (flag for name in vocabulary.helps for flag in vocabulary.flags_of(name)):
+            homes.setdefault(flag, vocabulary.name)
+    return homes
 
 
-def _help_of(model: type[FrozenModel], name: str) -> str:
-    """The line of a model's docstring that explains an attribute."""
-    lines = (line.strip() for line in (model.__doc__ or "").splitlines())
-    return next(
-        (line.removeprefix(f"{name}: ").replace("`", "").replace("%", "%%") for line in lines if line.startswith(f"{name}: ")), ""
-    )
+def _add_flags(group: "argparse._ArgumentGroup", vocabulary: Vocabulary, homes: Mapping[str, str]) -> None:
+    """Add the flags that stand in this vocabulary's help, and say there which others it takes."""
+    elsewhere: list[str] = []
+    for name, text in vocabulary.helps.items():
+        flags = vocabulary.flags_of(name)
+        own = [flag for flag in flags if homes[flag] == vocabulary.name]
+        others = [flag for flag in flags if flag not in own]
+        if others:
+            elsewhere.append(f"{', '.join(others)} {'as above' if flags[0] in others else f'for {flags[0]}'}")
+        if not own:
+            continue
+        text = text.replace("%", "%%")
+        if name in vocabulary.switches:
+            group.add_argument(*own, dest="sizes", default=(), action=_Remember, nargs=0, help=text)
+        else:
+            kind, metavar = (str, "AXES") if name == "order" else (int, "N")
+            group.add_argument(*own, dest="sizes", default=(), action=_Remember, type=kind, metavar=metavar, help=text)
+    if elsewhere:
+        group.description = "also " + ";\n     ".join(elsewhere)
+
+
+def _read_sizes(given: GivenSizes, vocabulary: Vocabulary) -> dict[str, Any]:
+    """Turn flags into sizes by name."""
+    sizes: dict[str, Any] = {}
+    written: dict[str, str] = {}
+    for flag, value in given:
+        name = vocabulary.meaning(flag)
+        if name is None:
+            raise ConfigError(_foreign(flag, vocabulary))
+        if name in sizes:
+            raise ConfigError(f"`{written[name]} {sizes[name]}` and `{flag} {value}` say the same size twice; keep one of them")
+        sizes[name], written[name] = value, flag
+    for name in vocabulary.required:
+        if name not in sizes:
+            raise ConfigError(f"`--from {vocabulary.name}` needs `{flag_of(name)} N`")
+    return sizes
+
+
+def _foreign(flag: str, vocabulary: Vocabulary) -> str:
+    """Say whose a flag is, and what to write instead."""
+    owners = [owner for owner in _ALL if owner.meaning(flag)]
+    meant = owners[0].meaning(flag) or ""
+    ours = vocabulary.flag_for(ParallelConfig.spellings.get(meant, meant))
+    offers = [f"add `--from {owner.name}`" for owner in owners if owner is not OURS] if vocabulary is OURS else []
+    offers += [f"write `{ours}`"] if ours else []
+    whose = " and ".join(f"{owner.title}'s" for owner in owners)
+    if vocabulary is not OURS:
+        whose += f", not {vocabulary.title}'s (--from {vocabulary.name})"
+    return f"`{flag}` is {whose}: {', or '.join(offers) or 'leave it out'}"

@@ -84,10 +84,15 @@ class ParallelConfig(FrozenModel):
     spellings: ClassVar[Mapping[str, str]] = MappingProxyType(
         {
             **dict.fromkeys(("tensor_parallel", "tensor_parallel_size", "tensor_model_parallel_size", "tp_size"), "tp"),
+            "tensor_parallel_degree": "tp",
             **dict.fromkeys(("pipeline_parallel", "pipeline_parallel_size", "pipeline_model_parallel_size", "pp_size"), "pp"),
+            "pipeline_parallel_degree": "pp",
             **dict.fromkeys(("data_parallel", "data_parallel_size", "dp_size", "attn_dp_size"), "dp"),
+            **dict.fromkeys(("data_parallel_shard_degree", "data_parallel_replicate_degree"), "dp"),
             **dict.fromkeys(("context_parallel", "context_parallel_size", "cp_size", "attn_cp_size", "pcp"), "cp"),
+            **dict.fromkeys(("context_parallel_degree", "prefill_context_parallel_size"), "cp"),
             **dict.fromkeys(("expert_parallel", "expert_parallel_size", "expert_model_parallel_size", "ep_size"), "ep"),
+            "expert_parallel_degree": "ep",
             **dict.fromkeys(("expert_tensor_parallel_size", "moe_tp_size", "moe_tp"), "etp"),
             **dict.fromkeys(("decode_context_parallel_size", "dcp_size"), "dcp"),
         }
@@ -176,7 +181,7 @@ class ParallelConfig(FrozenModel):
         self._need_resolved("edp size")
         return self.layout.edp
 
-    def resolve(self, *, world_size: int) -> Self:
+    def resolve(self, world_size: int) -> Self:
         """Fit the sizes to a world: infer the one that is -1, or check that they multiply to it.
 
         Args:

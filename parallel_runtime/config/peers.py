@@ -55,6 +55,18 @@ class SglangSizes(_Sizes):
     moe_dp_size: int = 1
     dcp_size: int = 1
 
+    spellings: ClassVar[Mapping[str, str]] = MappingProxyType(
+        {
+            **dict.fromkeys(("tp", "tensor_parallel_size"), "tp_size"),
+            **dict.fromkeys(("pp", "pipeline_parallel_size"), "pp_size"),
+            **dict.fromkeys(("dp", "data_parallel_size"), "dp_size"),
+            **dict.fromkeys(("ep", "expert_parallel_size"), "ep_size"),
+            **dict.fromkeys(("cp", "attention_context_parallel_size"), "attn_cp_size"),
+            **dict.fromkeys(("dcp", "decode_context_parallel_size"), "dcp_size"),
+            "moe_data_parallel_size": "moe_dp_size",
+        }
+    )
+
     @property
     def attention_replicas(self) -> int:
         """Attention replicas, whichever way they were said."""
@@ -167,6 +179,17 @@ class VllmSizes(_Sizes):
     decode_context_parallel_size: int = 1
     enable_expert_parallel: bool = False
 
+    spellings: ClassVar[Mapping[str, str]] = MappingProxyType(
+        {
+            **dict.fromkeys(("tp", "tp_size"), "tensor_parallel_size"),
+            **dict.fromkeys(("pp", "pp_size"), "pipeline_parallel_size"),
+            **dict.fromkeys(("dp", "dp_size"), "data_parallel_size"),
+            **dict.fromkeys(("cp", "pcp"), "prefill_context_parallel_size"),
+            "dcp": "decode_context_parallel_size",
+            "ep": "enable_expert_parallel",
+        }
+    )
+
     def settings(self) -> dict[str, Any]:
         """Read the sizes as a ``ParallelConfig`` would be written.
 
@@ -223,9 +246,12 @@ class MegatronSizes(_Sizes):
 
     spellings: ClassVar[Mapping[str, str]] = MappingProxyType(
         {
-            "tensor_parallel_size": "tensor_model_parallel_size",
-            "pipeline_parallel_size": "pipeline_model_parallel_size",
-            "data_parallel_size": "world_size",
+            **dict.fromkeys(("tp", "tensor_parallel_size"), "tensor_model_parallel_size"),
+            **dict.fromkeys(("pp", "pipeline_parallel_size"), "pipeline_model_parallel_size"),
+            **dict.fromkeys(("dp", "data_parallel_size"), "world_size"),
+            "cp": "context_parallel_size",
+            **dict.fromkeys(("ep", "expert_parallel_size"), "expert_model_parallel_size"),
+            "etp": "expert_tensor_parallel_size",
         }
     )
 
@@ -341,6 +367,16 @@ class TorchtitanSizes(_Sizes):
     data_parallel_replicate_degree: int = 1
     data_parallel_shard_degree: int = 1
     expert_parallel_degree: int = 1
+
+    spellings: ClassVar[Mapping[str, str]] = MappingProxyType(
+        {
+            **dict.fromkeys(("tp", "tensor_parallel_size"), "tensor_parallel_degree"),
+            **dict.fromkeys(("pp", "pipeline_parallel_size"), "pipeline_parallel_degree"),
+            **dict.fromkeys(("cp", "context_parallel_size"), "context_parallel_degree"),
+            **dict.fromkeys(("dp", "data_parallel_size"), "data_parallel_shard_degree"),
+            **dict.fromkeys(("ep", "expert_parallel_size"), "expert_parallel_degree"),
+        }
+    )
 
     def _check_peer(self) -> None:
         shard, cp, tp = self.data_parallel_shard_degree, self.context_parallel_degree, self.tensor_parallel_degree

@@ -21,7 +21,7 @@ COMMANDS = [
 
 
 def test_commands_were_found() -> None:
-    assert len(COMMANDS) == 6
+    assert len(COMMANDS) == 7
 
 
 @pytest.mark.parametrize(("page", "command", "shown"), COMMANDS)

@@ -60,6 +60,7 @@ def test_equal_seeds_repeat_and_others_differ(model: str, capsys: pytest.Capture
         (("--max-new-tokens", "500", "x"), "asks for 500 new ones"),
         (("--temperature", "-1", "x"), "temperature=-1.0 must be a finite number >= 0"),
         (("--model", "nowhere", "x"), "no model at 'nowhere'"),
+        (("--model", "nowhere", "x", ""), "prompt 2 is empty"),
         (("--chat", "x"), "chat template"),
     ],
 )

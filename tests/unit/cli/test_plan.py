@@ -1,12 +1,15 @@
 """The command as users type it: what it prints, where, and how it ends."""
 
+import argparse
 import json
+import re
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from parallel_runtime.cli.main import main
+from parallel_runtime.cli.main import build_parser, main
+from parallel_runtime.cli.vocabularies import PEERS
 from parallel_runtime.config import ParallelConfig
 from parallel_runtime.errors import LaunchError
 
@@ -45,6 +48,47 @@ def test_plan_on_a_terminal_draws_tables(capsys: Capture, monkeypatch: pytest.Mo
     assert "│ host0 │ 2     │ 0 1" in out
 
 
+@pytest.mark.parametrize("width", [60, 80, 100])
+def test_a_narrow_terminal_breaks_between_groups_only(capsys: Capture, monkeypatch: pytest.MonkeyPatch, width: int) -> None:
+    monkeypatch.setattr("parallel_runtime.cli.plan.Console", lambda: Console(force_terminal=True, width=width, no_color=True))
+    out = run(capsys, "plan", "--tp", "2", "--pp", "2", "--dp", "2", "--hosts", "2")
+    groups = out[out.index("Groups") : out.index("Hosts")]
+    for pair in ("0 1", "2 3", "4 5", "6 7", "0 4", "1 5", "0 2", "1 3"):
+        assert pair in groups
+    assert max(map(len, re.sub(r"\x1b\[[0-9;]*m", "", out).splitlines())) <= width
+
+
+def test_a_suffix_is_not_needed(capsys: Capture, tmp_path: Path) -> None:
+    run(capsys, "plan", "--svg", str(tmp_path / "picture"))
+    assert (tmp_path / "picture").read_text(encoding="utf-8").startswith("<")
+
+
+def help_texts() -> list[tuple[str, str, str]]:
+    commands = next(action for action in build_parser()._actions if isinstance(action, argparse._SubParsersAction))
+    return [
+        (command, ", ".join(action.option_strings) or str(action.metavar), action.help or "")
+        for command, parser in commands.choices.items()
+        for action in parser._actions
+    ]
+
+
+@pytest.mark.parametrize(("command", "option", "text"), help_texts())
+def test_help_is_whole_and_about_the_command_line(command: str, option: str, text: str) -> None:
+    assert text, (command, option)
+    assert text.count("(") == text.count(")")
+    assert text[-1].isalnum() or text[-1] in ")%"
+    assert text.split()[-1] not in {"a", "an", "and", "are", "be", "by", "in", "is", "of", "or", "the", "to", "with"}
+    assert not {"None", "True", "False"} & set(re.findall(r"\w+", text))
+    assert not re.search(r"\b[a-z]+_\w+", text), "a name of Python's"
+
+
+def test_help_of_another_projects_sizes_is_the_first_sentence_of_the_docs() -> None:
+    assert PEERS["sglang"].helps["dp_size"] == (
+        "Attention replicas when --enable-dp-attention is set; whole replicas otherwise, which are separate worlds here"
+    )
+    assert PEERS["vllm"].helps["enable_expert_parallel"].endswith("or each is cut over it (etp is)")
+
+
 def test_one_rank(capsys: Capture) -> None:
     out = run(capsys, "plan", "--tp", "8", "--dp", "-1", "--world-size", "64", "--hosts", "8", "--rank", "9")
     assert out.startswith(
@@ -67,10 +111,24 @@ def test_json_and_pictures(capsys: Capture, tmp_path: Path) -> None:
     [
         ("--from sglang --tp-size 8 --attn-dp-size 4 --ep-size 8", ParallelConfig(tp=2, dp=4, ep=8)),
         ("--from sglang --tp-size 8 --dp-size 4 --enable-dp-attention", ParallelConfig(tp=2, dp=4, etp=8)),
+        ("--from sglang --tp 8 --dp 4 --pp 2 --ep 8 --enable-dp-attention", ParallelConfig(tp=2, dp=4, pp=2, ep=8)),
+        (
+            "--from sglang --tensor-parallel-size 8 --data-parallel-size 4 --expert-parallel-size 2 --enable-dp-attention",
+            ParallelConfig(tp=2, dp=4, ep=2, etp=4),
+        ),
+        ("--from sglang --tp 8 --attention-context-parallel-size 2", ParallelConfig(tp=4, cp=2, etp=8)),
+        ("--from sglang --tp 8 --decode-context-parallel-size 2", ParallelConfig(tp=8, dcp=2)),
+        ("--from sglang --tp 8 --attn-cp-size 2 --moe-data-parallel-size 2", ParallelConfig(tp=4, cp=2, etp=4)),
         (
             "--from vllm --tensor-parallel-size 2 --pipeline-parallel-size 2",
             ParallelConfig.from_vllm(tensor_parallel_size=2, pipeline_parallel_size=2),
         ),
+        (
+            "--from vllm -tp 8 -pp 2 -dp 2 -pcp 2 -dcp 2",
+            ParallelConfig(tp=8, pp=2, dp=2, cp=2, dcp=2, etp=32, order=("tp", "cp", "pp", "dp")),
+        ),
+        ("--from vllm -tp=2 -ep", ParallelConfig(tp=2, ep=2, etp=1, order=("tp", "cp", "pp", "dp"))),
+        ("--from vllm -tp 2 --no-enable-expert-parallel", ParallelConfig(tp=2, order=("tp", "cp", "pp", "dp"))),
         ("--from megatron --world-size 8 --tensor-model-parallel-size 2 --order tp-cp-ep-dp-pp", ParallelConfig(tp=2, dp=4)),
         ("--from torchtitan --tensor-parallel-degree 2 --data-parallel-shard-degree 4", ParallelConfig(tp=2, dp=4, etp=1)),
         (
@@ -109,9 +167,36 @@ def test_one_plan_as_text(capsys: Capture) -> None:
         ("plan --tp 3 --world-size 8", "world_size=8 but"),
         ("plan --tp 2 --hosts 3", "2 ranks do not divide over hosts=3"),
         ("plan --tp 2 --rank 2", "--rank 2: the world has 2 ranks, 0 to 1"),
-        ("plan --tp-size 2", "this command without --from does not know --tp-size; it knows --cp, --dcp, --dp"),
-        ("plan --from vllm --tp 2", "vLLM (--from vllm) does not know --tp; it knows --data-parallel-size"),
-        ("plan --from megatron", "world_size"),
+        ("plan --tp-size 2", "`--tp-size` is SGLang's: add `--from sglang`, or write `--tp`"),
+        (
+            "plan --tensor-parallel-size 2",
+            "`--tensor-parallel-size` is SGLang's and vLLM's: add `--from sglang`, or add `--from vllm`, or write `--tp`",
+        ),
+        ("plan -dcp 2", "`-dcp` is vLLM's: add `--from vllm`, or write `--dcp`"),
+        ("plan --moe-dp-size 2", "`--moe-dp-size` is SGLang's: add `--from sglang`"),
+        (
+            "plan --from vllm --tp 2",
+            "`--tp` is parallel-runtime's and SGLang's, not vLLM's (--from vllm): write `--tensor-parallel-size`",
+        ),
+        (
+            "plan --from torchtitan --etp 2",
+            "`--etp` is parallel-runtime's, not torchtitan's (--from torchtitan): leave it out",
+        ),
+        ("plan --from megatron", "`--from megatron` needs `--world-size N`"),
+        ("plan --tp 2 --tp 4", "`--tp 2` and `--tp 4` say the same size twice"),
+        ("plan --from sglang --tp 2 --tp-size 4", "`--tp 2` and `--tp-size 4` say the same size twice"),
+        ("plan --tp -1", "tp=-1 is filled in from the number of ranks: add `--world-size N`"),
+        ("plan tp=-1", "tp=-1 is filled in from the number of ranks: a text must hold every size"),
+        ("plan tp=2 --pp 2", "a PLAN says its own sizes; leave out `--pp`, or leave out 'tp=2'"),
+        ("plan tp=2 --from vllm", "a PLAN says its own sizes; leave out `--from`"),
+        ("plan --svg x.pdf", "--svg x.pdf: this option writes SVG; name the file x.svg"),
+        ("plan --png x.svg", "--png x.svg: this option writes PNG; name the file x.png"),
+        ("plan --tq 2", "unrecognized arguments: --tq; did you mean --tp? (see parallel-runtime plan --help)"),
+        (
+            "generate --max-tokens 3 x",
+            "unrecognized arguments: --max-tokens; did you mean --max-new-tokens? (see parallel-runtime generate --help)",
+        ),
+        ("doctor now", "parallel-runtime doctor: unrecognized arguments: now (see parallel-runtime doctor --help)"),
         ("plan a b", "cannot read 'a b'; write PLAN, or PLAN diff PLAN"),
         ("plan nothing.json", "'nothing.json' is no file, and no settings"),
         ("plan tp=two", "tp='two'"),

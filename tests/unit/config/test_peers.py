@@ -69,7 +69,9 @@ def test_each_reading_is_also_a_model() -> None:
             lambda: vllm(tensor_parallel_size=4, prefill_context_parallel_size=2, decode_context_parallel_size=4),
             "prefill_context_parallel_size=2: in vLLM it must be 1, the prefill size, or the product of both, .* work: 1, 2, 8",
         ),
-        (lambda: vllm(tp=2), "VllmSizes has no setting 'tp'"),
+        (lambda: vllm(tp=2), "VllmSizes has no setting 'tp'; did you mean 'tensor_parallel_size'"),
+        (lambda: megatron(world_size=8, tp=2), "did you mean 'tensor_model_parallel_size'"),
+        (lambda: torchtitan(dp=2), "did you mean 'data_parallel_shard_degree'"),
         (megatron, "MegatronSizes needs world_size"),
         (lambda: megatron(world_size=8, data_parallel_size=2), "did you mean 'world_size'"),
         (
