@@ -4,11 +4,19 @@ import signal
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import final
 
 from parallel_runtime.errors import PeerError, RankFailedError
 
 __all__ = ["RankFailure", "describe_exit", "failure_of", "find_root", "rank_failed_error"]
+
+_HINTS = MappingProxyType(
+    {
+        int(signal.SIGKILL): "; the kernel does this when memory runs out",
+        int(signal.SIGABRT): "; gloo does this when a peer entered an operation of another size, which checked=True finds before",
+    }
+)
 
 
 @final
@@ -104,7 +112,7 @@ def rank_failed_error(failures: Sequence[RankFailure], *, world_size: int, what:
     root = find_root(failures) or failures[0]
     lines = [f"rank {root.rank} of {world_size} failed in {what}: {root.text}"]
     if root.exitcode is not None:
-        hint = "; the kernel does this when memory runs out" if root.exitcode == -signal.SIGKILL else ""
+        hint = _HINTS.get(-root.exitcode, "")
         lines = [f"rank {root.rank} of {world_size} {root.text} in {what}{hint}"]
     if root.traceback:
         lines += ["", f"traceback of rank {root.rank}:", root.traceback.rstrip()]

@@ -56,6 +56,12 @@ def test_an_exit_without_a_word_is_described(exitcode: int, text: str) -> None:
     assert text in describe_exit(exitcode)
 
 
+def test_signals_with_a_usual_reason_have_it_beside_them() -> None:
+    for number, hint in ((signal.SIGKILL, "when memory runs out"), (signal.SIGABRT, "which checked=True finds before")):
+        failure = RankFailure(rank=0, text=describe_exit(-number), exitcode=-number)
+        assert hint in str(rank_failed_error([failure], world_size=2, what="work"))
+
+
 def test_the_cause_comes_first_and_the_rest_is_marked() -> None:
     lost = failure_of(0, caught(PeerLostError("connection reset")))
     boom = failure_of(1, caught(ValueError("boom-42")))
