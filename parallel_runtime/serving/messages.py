@@ -75,11 +75,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     def __post_init__(self) -> None:
         _check_integer("max_new_tokens", self.max_new_tokens, low=1)
         if not _is_number(self.temperature) or self.temperature < 0:
-            raise RequestError(f"temperature={self.temperature!r} must be a finite number >= 0; 0 is greedy")
+            raise RequestError(f"temperature={_shown(self.temperature)} must be a finite number >= 0; 0 is greedy")
         if self.top_k is not None:
             _check_integer("top_k", self.top_k, low=1)
         if not _is_number(self.top_p) or not 0 < self.top_p <= 1:
-            raise RequestError(f"top_p={self.top_p!r} must be in (0, 1]; 1 keeps every token")
+            raise RequestError(f"top_p={_shown(self.top_p)} must be in (0, 1]; 1 keeps every token")
         if self.seed is not None:
             _check_integer("seed", self.seed, low=0)
         _check_tokens("stop_token_ids", self.stop_token_ids, each="a stop token id")
@@ -330,8 +330,17 @@ def _outline(payload: bytes) -> _Outline:
 
 
 def _check_integer(what: str, value: object, *, low: int) -> None:
-    if type(value) is not int or not low <= value <= _MAX_INTEGER:
-        raise RequestError(f"{what} must be an integer of at least {low}, got {value!r}")
+    if type(value) is not int or value < low:
+        raise RequestError(f"{what} must be an integer of at least {low}, got {_shown(value)}")
+    if value > _MAX_INTEGER:
+        raise RequestError(f"{what} must be below 2**63, got {_shown(value)}")
+
+
+def _shown(value: object) -> str:
+    """Python refuses to write down an integer of thousands of digits."""
+    if isinstance(value, int) and value.bit_length() > 128:
+        return f"an integer of {value.bit_length()} bits"
+    return repr(value)
 
 
 def _check_tokens(what: str, values: object, *, each: str) -> None:

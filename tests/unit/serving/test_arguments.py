@@ -56,7 +56,7 @@ def test_what_is_no_list_of_prompts_is_named(prompts: object, text: str) -> None
 def test_items_that_are_no_token_ids_are_left_to_the_request(prompt: list[int]) -> None:
     (tokens,) = prompt_list([prompt])
     assert isinstance(tokens, tuple)
-    with pytest.raises(RequestError, match="a prompt token of request 'a' must be an integer of at least 0, got"):
+    with pytest.raises(RequestError, match=r"a prompt token of request 'a' must be .*, got"):
         Request(request_id="a", prompt=tokens, sampling=GREEDY)
 
 
