@@ -1,7 +1,7 @@
 """The base of everything a user writes: frozen, strict, and refusing in words."""
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, ClassVar, Self
 
@@ -38,7 +38,9 @@ class FrozenModel(BaseModel):
                 f"everywhere; keep further settings in a model of your own beside it"
             )
 
-    def __init__(self, **values: object) -> None:
+    def __init__(self, *unnamed: object, **values: object) -> None:
+        if unnamed:
+            raise ConfigError(_ask_for_names(type(self), unnamed))
         try:
             super().__init__(**values)
         except ValidationError as exc:
@@ -159,6 +161,14 @@ class FrozenModel(BaseModel):
     def __setstate__(self, state: dict[Any, Any]) -> None:
         raise ConfigError(f"a {type(self).__name__} does not change; make a variant with replace(...)")
 
+    def __repr_args__(self) -> Iterator[tuple[str, object]]:
+        """Show what was set to something else than the default, so that the text makes an equal instance again."""
+        fields = type(self).model_fields
+        return ((name, value) for name, value in self._given().items() if value != fields[name].default)
+
+    def __str__(self) -> str:
+        return repr(self)
+
     def _given(self) -> dict[str, object]:
         return {name: getattr(self, name) for name in type(self).model_fields if name in self.model_fields_set}
 
@@ -178,15 +188,27 @@ def _explain_one(cls: type[FrozenModel], error: ErrorDetails) -> str:
     if kind == "value_error":
         return str(error["ctx"]["error"])
     if kind == "extra_forbidden":
-        return f"{came}: {cls.__name__} has no setting {where!r}; {_suggest(cls, where)}"
+        name = _name_of(cls)
+        return f"{came}: {name} {'have' if name.endswith('s') else 'has'} no setting {where!r}; {_suggest(cls, where)}"
     if kind == "int_type":
         return f"{came} is {_kind_of(error['input'])}, not an integer, and nothing is converted; use an integer such as {where}=2"
     if kind == "missing":
-        return f"{cls.__name__} needs {where}"
+        name = _name_of(cls)
+        return f"{name} {'need' if name.endswith('s') else 'needs'} {where}=..."
     if kind == "json_invalid":
-        return f"{cls.__name__}: {error['msg']}"
+        return f"{_name_of(cls)}: {error['msg']}"
     message = error["msg"].removeprefix("Input ")
-    return f"{came} {message}" if where else f"{cls.__name__}: {shown(error['input'])} {message}"
+    return f"{came} {message}" if where else f"{_name_of(cls)}: {shown(error['input'])} {message}"
+
+
+def _name_of(cls: type[FrozenModel]) -> str:
+    """What a person calls it: its title, or else its class."""
+    return cls.model_config.get("title") or cls.__name__
+
+
+def _ask_for_names(cls: type[FrozenModel], unnamed: Sequence[object]) -> str:
+    named = ", ".join(f"{name}={shown(value)}" for name, value in zip(cls.model_fields, unnamed, strict=False))
+    return f"{_name_of(cls)} takes no values without names; give them by name: {cls.__name__}({named})"
 
 
 def _kind_of(value: object) -> str:

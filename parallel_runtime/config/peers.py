@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, ClassVar, Self, final
 
-from pydantic import model_validator
+from pydantic import ConfigDict, model_validator
 
 from parallel_runtime.config.base import FrozenModel
 from parallel_runtime.errors import ConfigError
@@ -44,6 +44,8 @@ class SglangSizes(_Sizes):
     Raises:
         ConfigError: SGLang refuses the combination, or it has no counterpart here.
     """
+
+    model_config = ConfigDict(title="SGLang sizes")
 
     tp_size: int = 1
     pp_size: int = 1
@@ -172,6 +174,8 @@ class VllmSizes(_Sizes):
         ConfigError: vLLM refuses the combination.
     """
 
+    model_config = ConfigDict(title="vLLM sizes")
+
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     data_parallel_size: int = 1
@@ -235,6 +239,8 @@ class MegatronSizes(_Sizes):
     Raises:
         ConfigError: Megatron refuses the combination, or its expert ranks follow another rule than ours.
     """
+
+    model_config = ConfigDict(title="Megatron sizes")
 
     world_size: int
     tensor_model_parallel_size: int = 1
@@ -360,6 +366,8 @@ class TorchtitanSizes(_Sizes):
     Raises:
         ConfigError: torchtitan refuses the combination.
     """
+
+    model_config = ConfigDict(title="torchtitan degrees")
 
     tensor_parallel_degree: int = 1
     pipeline_parallel_degree: int = 1

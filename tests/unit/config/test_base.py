@@ -4,7 +4,7 @@ import copy
 import pickle
 from collections.abc import Callable
 from types import MappingProxyType
-from typing import ClassVar
+from typing import Any, ClassVar, cast
 
 import pytest
 from pydantic import ValidationError
@@ -32,7 +32,8 @@ class Named(FrozenModel):
 @pytest.mark.parametrize(
     ("make", "text"),
     [
-        (lambda: Outer.model_validate({}), "Outer needs size"),
+        (lambda: Outer.model_validate({}), r"^Outer needs size=\.\.\.$"),
+        (lambda: cast(Any, Outer)(2, "y"), r"Outer takes no values without names; .* by name: Outer\(size=2, name='y'\)$"),
         (
             lambda: Outer.model_validate({"size": True}),
             "size=True is a bool, not an integer, and nothing is converted; .* size=2",
@@ -99,3 +100,20 @@ def test_values_that_cannot_be_shown_or_are_long_do_not_hide_the_refusal() -> No
         Outer.model_validate({"size": "x" * 100_000})
     with pytest.raises(ConfigError, match="name=<int> should be a valid string"):
         Outer.model_validate({"size": 2, "name": 10**5000})
+
+
+@pytest.mark.parametrize(
+    ("made", "text"),
+    [
+        (Outer(size=1), "Outer(size=1)"),
+        (Outer(size=1, name="x", inner=Inner(depth=1)), "Outer(size=1)"),
+        (Outer(size=1, name="y", inner=Inner(depth=2)), "Outer(size=1, name='y', inner=Inner(depth=2))"),
+        (ParallelConfig(), "ParallelConfig()"),
+        (ParallelConfig(dp=1, tp=2), "ParallelConfig(tp=2)"),
+        (ParallelConfig(tp=2, etp=2), "ParallelConfig(tp=2, etp=2)"),
+        (ParallelConfig(tp=2, dp=2, etp=1, ranks=(0, 2, 4, 6)), "ParallelConfig(tp=2, dp=2, etp=1, ranks=(0, 2, 4, 6))"),
+    ],
+)
+def test_the_text_is_short_and_makes_an_equal_instance(made: FrozenModel, text: str) -> None:
+    assert repr(made) == str(made) == text
+    assert eval(text) == made

@@ -24,6 +24,12 @@ def test_sizes_multiply() -> None:
     assert config.layout.etp == 4
 
 
+def test_a_world_size_needs_no_name_and_sizes_do() -> None:
+    assert ParallelConfig(tp=2, dp=-1).resolve(8) == ParallelConfig(tp=2, dp=4)
+    with pytest.raises(ConfigError, match=r"give them by name: ParallelConfig\(tp=2, pp=2\)$"):
+        ParallelConfig(2, 2)  # type: ignore[misc]  # what is tested
+
+
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
