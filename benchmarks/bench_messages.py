@@ -4,6 +4,8 @@ Every rank is a process pinned to a core. Ranks take turns as the source: rank 0
 what it takes until the next one can speak: the way to all readers and the decoding. Pipe and pyzmq join two ranks only, and
 pickle their objects. All peers run one after the other in every round; a cell is the median over the rounds.
 
+Last, what a rank burns of a core while it waits a second for a late peer.
+
 Run ``python -m benchmarks.bench_messages [--ranks 2 4] [--rounds N] [--write FILE]``. pyzmq is left out where it is missing.
 """
 
@@ -12,8 +14,10 @@ import importlib.util
 import multiprocessing
 import os
 import pickle
+import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from multiprocessing.connection import Client, Listener
 from pathlib import Path
@@ -21,7 +25,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.collectives_torch import dist, open_gloo, open_shm
-from benchmarks.measuring import pin, replace_section, table, time_calls
+from benchmarks.measuring import machine, pin, table, time_calls, write_page
 from parallel_runtime.comm import GroupSpec, open_coordinator
 from parallel_runtime.terms import Rank
 
@@ -36,6 +40,8 @@ OURS = "parallel_runtime, broadcast_object"
 BYTES = "parallel_runtime, broadcast_bytes of a pickle"
 PEERS = (OURS, BYTES, "gloo", "pipe", "pyzmq ipc")
 TIMEOUT_S = 60.0
+LIMIT_S = 0.5
+LATE_S = 1.0
 Speak = Callable[[object, int], object]
 
 
@@ -166,6 +172,12 @@ def work(peer: str, path: str, rank: int, ranks: int, fastest: bool, results: "m
     torch.set_num_threads(1)
     pin(rank)
     speak = OPENERS[peer](path, rank, ranks)
+
+    def agree(count: int) -> int:
+        """Rank 0 decides."""
+        said = [speak(count, src) for src in range(ranks)]
+        return count if rank == 0 else int(str(said[0]))
+
     took = {}
     for number, value in enumerate(PAYLOADS.values()):
 
@@ -173,7 +185,7 @@ def work(peer: str, path: str, rank: int, ranks: int, fastest: bool, results: "m
             for src in range(ranks):
                 speak(value, src)
 
-        times = time_calls(turn, turn, 1_000_000, 1)
+        times = time_calls(turn, agree, LIMIT_S)
         took[number] = times[1 if fastest else 0] / ranks
     if rank == 0:
         results.put(took)
@@ -205,16 +217,65 @@ def run_peer(peer: str, ranks: int, *, fastest: bool) -> dict[int, float]:
                 worker.kill()
 
 
+def idle(path: str, rank: int, burnt: "multiprocessing.Queue[float]") -> None:
+    """Wait for a peer that is late.
+
+    Args:
+        path: Of a file store.
+        rank: Rank 1 is late.
+        burnt: Takes the share of a core that rank 0 burned while it waited.
+    """
+    torch.set_num_threads(1)
+    pin(rank)
+    comm = open_shm(path, rank, 2)
+    comm.barrier(TIMEOUT_S)
+    if rank == 1:
+        time.sleep(LATE_S)
+    start, burned = time.perf_counter(), time.process_time()
+    comm.barrier(TIMEOUT_S)
+    waited, burned = time.perf_counter() - start, time.process_time() - burned
+    if rank == 0:
+        burnt.put(burned / waited)
+    comm.barrier(TIMEOUT_S)
+
+
+def run_idle() -> float:
+    """Measure the idle waiter once.
+
+    Returns:
+        Share of a core, the first milliseconds included.
+    """
+    context = multiprocessing.get_context("spawn")
+    burnt: multiprocessing.Queue[float] = context.Queue()
+    with tempfile.TemporaryDirectory() as folder:
+        workers = [context.Process(target=idle, args=(f"{folder}/meet", rank, burnt)) for rank in range(2)]
+        for worker in workers:
+            worker.start()
+        try:
+            return burnt.get(timeout=60)
+        finally:
+            for worker in workers:
+                worker.join(10)
+                worker.kill()
+
+
 def main() -> None:
     """Measure, show, and write where asked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="numbers of ranks; readers are one less")
     parser.add_argument("--rounds", type=int, default=3, help="how often every peer runs")
     parser.add_argument("--fastest", action="store_true", help="the fastest turn instead of the median: for a busy machine")
-    parser.add_argument("--write", type=Path, help="also write the tables into a section of this markdown file")
+    parser.add_argument("--write", type=Path, help="also write a page with the tables into this markdown file")
     arguments = parser.parse_args()
     peers = PEERS if importlib.util.find_spec("zmq") else PEERS[:-1]
-    text = []
+    call = "fastest turn" if arguments.fastest else "median turn"
+    text = [
+        f"{machine()}.\n",
+        f"{arguments.rounds} rounds; in each, all peers run one after the other, ranks pinned to cores alike. Ranks take turns "
+        f"as source. A cell is the median over the rounds of the {call}, per object, in microseconds. The ratio is the best "
+        "peer of a round over ours, above 1 where ours is faster: its median and its range over the rounds. Ours encodes without "
+        "pickle.\n",
+    ]
     for ranks in arguments.ranks:
         lines: dict[str, dict[int, list[float]]] = {}
         for _ in range(arguments.rounds):
@@ -225,9 +286,14 @@ def main() -> None:
         title = f"object broadcast to {ranks - 1} reader(s) on {len(os.sched_getaffinity(0))} cores"
         rivals = [peer for peer in lines if peer not in (OURS, BYTES)]
         text.append(table(title, range(len(PAYLOADS)), lines, OURS, rivals, list(PAYLOADS)))
+    burned = [run_idle() for _ in range(arguments.rounds)]
+    text.append(
+        f"A rank that waits {LATE_S:g} s for a late peer burns {statistics.median(burned):.2%} of a core "
+        f"({min(burned):.2%} to {max(burned):.2%}), its first milliseconds of spinning included.\n"
+    )
     sys.stdout.write("\n".join(text))
     if arguments.write:
-        replace_section(arguments.write, "bench_messages", "\n".join(text))
+        write_page(arguments.write, "Messages between ranks of one host", "\n".join(text))
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ def open_shm(path: str, rank: int, world_size: int) -> ShmCommunicator:
     return made
 
 
-def our_call(case: Case, comm: ShmCommunicator) -> Callable[[], object]:
+def our_call(case: Case, comm: ShmCommunicator) -> tuple[Callable[[], object], Callable[[], object] | None]:
     """Prepare one operation of ours.
 
     Args:
@@ -51,7 +51,8 @@ def our_call(case: Case, comm: ShmCommunicator) -> Callable[[], object]:
         comm: The communicator.
 
     Returns:
-        The call.
+        The call; and what its rank does before each, untimed: a symmetric buffer is written anew by its owner, as it would be in
+        use, since otherwise every rank would find its part in its own cache.
 
     Raises:
         ValueError: No such operation.
@@ -63,19 +64,21 @@ def our_call(case: Case, comm: ShmCommunicator) -> Callable[[], object]:
     other, rows = torch.zeros(count, dtype=dtype), torch.zeros((size, count), dtype=dtype)
     share = max(count // size, 1)
     shares, part = mine[: share * size].view(size, share) if count >= size else rows[:, :1], torch.zeros(share, dtype=dtype)
+    if kind == "symmetric":
+        return lambda: comm.all_reduce_(mine, ReduceOp.SUM, TIMEOUT_S), lambda: mine.fill_(1)
     if operation == "all_reduce":
-        return lambda: comm.all_reduce_(mine, ReduceOp.SUM, TIMEOUT_S)
+        return lambda: comm.all_reduce_(mine, ReduceOp.SUM, TIMEOUT_S), None
     if operation == "all_gather":
-        return lambda: comm.all_gather(rows, mine, TIMEOUT_S)
+        return lambda: comm.all_gather(rows, mine, TIMEOUT_S), None
     if operation == "reduce_scatter":
-        return lambda: comm.reduce_scatter(part, shares, ReduceOp.SUM, TIMEOUT_S)
+        return lambda: comm.reduce_scatter(part, shares, ReduceOp.SUM, TIMEOUT_S), None
     if operation == "broadcast":
-        return lambda: comm.broadcast_(mine, 0, TIMEOUT_S)
+        return lambda: comm.broadcast_(mine, 0, TIMEOUT_S), None
     if operation == "all_to_all":
         inputs, outputs = list(shares), list(torch.zeros_like(shares))
-        return lambda: comm.all_to_allv(outputs, inputs, TIMEOUT_S)
+        return lambda: comm.all_to_allv(outputs, inputs, TIMEOUT_S), None
     if operation == "exchange":
-        return lambda: exchange(comm, mine, other, (rank + 1) % size, (rank - 1) % size)
+        return lambda: exchange(comm, mine, other, (rank + 1) % size, (rank - 1) % size), None
     raise ValueError(case.operation)
 
 
@@ -160,24 +163,34 @@ def open_deepspeed(rank: int, world_size: int) -> None:
 
 
 def main() -> None:
-    """Measure: peer, rank, ranks, path of a store, cases as JSON."""
+    """Measure: peer, rank, ranks, path of a store, cases as JSON, seconds per case."""
     peer, rank, world_size, path = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
     torch.set_num_threads(1)
     pin(rank)
-    make: Callable[[Case], Callable[[], object]]
-    barrier: Callable[[], object]
-    if peer == "gloo":
-        group = open_gloo(path, rank, world_size)
-        make, barrier = lambda case: gloo_call(case, group, world_size, rank), lambda: group.barrier().wait()
-    else:
-        comm = open_shm(path, rank, world_size)
-        make, barrier = lambda case: our_call(case, comm), lambda: comm.barrier(TIMEOUT_S)
-        if peer == "DeepSpeed":
-            open_deepspeed(rank, world_size)
-            make = deepspeed_call
+    group: Any = open_gloo(path, rank, world_size) if peer == "gloo" else None
+    comm = None if peer == "gloo" else open_shm(path, rank, world_size)
+    if peer == "DeepSpeed":
+        open_deepspeed(rank, world_size)
+    least = dist.AllreduceOptions()
+    least.reduceOp = dist.ReduceOp.MIN
+
+    def agree(count: int) -> int:
+        number = torch.tensor([count])
+        if comm is None:
+            group.allreduce([number], least).wait()
+        else:
+            comm.all_reduce_(number, ReduceOp.MIN, TIMEOUT_S)
+        return int(number)
+
+    def make(case: Case) -> tuple[Callable[[], object], Callable[[], object] | None]:
+        if comm is None:
+            return gloo_call(case, group, world_size, rank), None
+        return (deepspeed_call(case), None) if peer == "DeepSpeed" else our_call(case, comm)
+
     for values in json.loads(sys.argv[5]):
         case = Case(*values)
-        times = time_calls(make(case), barrier, case.nbytes, world_size)
+        call, prepare = make(case)
+        times = time_calls(call, agree, float(sys.argv[6]), prepare)
         if rank == world_size - 1:
             emit(case, times)
 

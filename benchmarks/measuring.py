@@ -2,6 +2,7 @@
 
 import json
 import os
+import platform
 import statistics
 import sys
 import time
@@ -9,8 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["SIZES", "Case", "Row", "emit", "human", "pin", "read_rows", "replace_section", "table", "time_calls"]
+__all__ = ["SIZES", "Case", "Row", "emit", "human", "machine", "pin", "read_rows", "table", "time_calls", "write_page"]
 
+_LEAST_CALLS = 5
+_MOST_CALLS = 400
 SIZES = (8, 4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20)
 
 
@@ -54,28 +57,40 @@ def pin(rank: int) -> None:
     os.sched_setaffinity(0, {cores[rank % len(cores)]})
 
 
-def time_calls(call: Callable[[], object], barrier: Callable[[], object], nbytes: int, world_size: int) -> tuple[float, float]:
+def time_calls(
+    call: Callable[[], object],
+    agree: Callable[[int], int],
+    limit_s: float,
+    prepare: Callable[[], object] | None = None,
+) -> tuple[float, float]:
     """Time a collective call.
 
     Args:
         call: Made by every rank.
-        barrier: Of all ranks.
-        nbytes: Decides how often: about the same traffic for every size.
-        world_size: Number of ranks.
+        agree: The least of the numbers that the ranks pass; collective.
+        limit_s: About how long all calls together may take.
+        prepare: Called before every call and not timed.
 
     Returns:
         Median and minimum in microseconds.
     """
-    count = max(8, min(400, int(3e8 / nbytes / world_size)))
-    for _ in range(3 + count // 10):
+    for _ in range(2):
         call()
-    barrier()
+    agree(0)
+    start = time.perf_counter()
+    for _ in range(2):
+        call()
+    took_s = (time.perf_counter() - start) / 2
+    count = agree(max(_LEAST_CALLS, min(_MOST_CALLS, int(limit_s / took_s))))
     spent = []
-    for _ in range(count):
+    for number in range(count + count // 4):
+        if prepare is not None:
+            prepare()
         start = time.perf_counter()
         call()
-        spent.append(time.perf_counter() - start)
-    barrier()
+        if number >= count // 4:
+            spent.append(time.perf_counter() - start)
+    agree(0)
     return statistics.median(spent) * 1e6, min(spent) * 1e6
 
 
@@ -158,20 +173,29 @@ def table(
     return "\n".join(text) + "\n"
 
 
-def replace_section(path: Path, name: str, text: str) -> None:
-    """Put ``text`` between the marks of section ``name`` of a markdown file, at its end where there are none.
+def write_page(path: Path, title: str, text: str) -> None:
+    """Write a markdown page of results.
 
     Args:
-        path: The file; made where it is missing.
-        name: Of the section.
-        text: Its new content.
+        path: The file; replaced.
+        title: Its heading.
+        text: Everything below.
     """
-    start, stop = f"<!-- {name}: start -->", f"<!-- {name}: end -->"
-    before = path.read_text(encoding="utf-8") if path.exists() else ""
-    section = f"{start}\n{text}\n{stop}"
-    if start in before:
-        head, _, rest = before.partition(start)
-        after = head + section + rest.partition(stop)[2]
-    else:
-        after = (before.rstrip() + "\n\n" if before else "") + section + "\n"
-    path.write_text(after, encoding="utf-8")
+    path.write_text(f"# {title}\n\n{text.strip()}\n", encoding="utf-8")
+
+
+def machine() -> str:
+    """What the figures were taken on.
+
+    Returns:
+        One line.
+    """
+    with open("/proc/cpuinfo", encoding="utf-8") as file:
+        model = next((line.split(":", 1)[1].strip() for line in file if line.startswith("model name")), platform.machine())
+    with open("/proc/meminfo", encoding="utf-8") as file:
+        memory_kb = int(file.readline().split()[1])
+    load = os.getloadavg()[0]
+    return (
+        f"{model}, {len(os.sched_getaffinity(0))} cores, {memory_kb / 2**20:.0f} GiB, "
+        f"{platform.system()} {platform.release()}, Python {platform.python_version()}; load before the run {load:.1f}"
+    )

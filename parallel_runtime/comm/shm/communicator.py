@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from parallel_runtime.comm.communicator import Bytes, Communicator, Operation, ReduceOp, Work
+from parallel_runtime.comm.shm.direct import RemoteMemory, can_read_all
 from parallel_runtime.comm.shm.geometry import MAX_MEMBERS, Geometry, choose_geometries
 from parallel_runtime.comm.shm.p2p import Mailbox
 from parallel_runtime.comm.shm.planner import Planner
@@ -19,7 +20,7 @@ from parallel_runtime.comm.shm.steps import Steps, fingerprint
 from parallel_runtime.comm.shm.symmetric import SymmetricBuffer
 from parallel_runtime.comm.shm.waiting import Bells, Errands, Liveness, Waiter
 from parallel_runtime.comm.traffic import Traffic
-from parallel_runtime.errors import ArgumentError, ContextStateError, PeerFailedError, PeerLostError
+from parallel_runtime.errors import ArgumentError, ContextStateError, PeerError, PeerFailedError, PeerLostError, RendezvousError
 
 __all__ = ["ShmCommunicator"]
 
@@ -94,6 +95,7 @@ class ShmCommunicator(Communicator):
         *,
         ways: Sequence[SegmentWay] = ("proc", "socket"),
         errands: Errands | None = None,
+        direct: bool = True,
     ) -> Self | Unavailable:
         """Open the shared memory of one group.
 
@@ -105,6 +107,7 @@ class ShmCommunicator(Communicator):
             timeout_s: Seconds to wait for the other members.
             ways: How this member may get at the memory.
             errands: Shared by all groups of this rank, so that a wait in one of them moves the messages of all.
+            direct: Let the members read large tensors where they lie, if the system allows it to all of them.
 
         Returns:
             The communicator; or, on all members alike, why they cannot share memory.
@@ -121,9 +124,23 @@ class ShmCommunicator(Communicator):
         segment = open_segment(store, key, rank_in_group, world_size, sizes, timeout_s, ways)
         if isinstance(segment, Unavailable):
             return segment
-        return cls(
-            segment, geometries[sizes.index(segment.nbytes)], rank_in_group, store, key, Errands() if errands is None else errands
-        )
+        geometry = geometries[sizes.index(segment.nbytes)]
+        made = cls(segment, geometry, rank_in_group, store, key, Errands() if errands is None else errands)
+        try:
+            made._try_remote(segment, timeout_s, is_wanted=direct)
+        except BaseException as exc:
+            made.close()
+            if isinstance(exc, PeerError):
+                raise RendezvousError(f"shared memory {key}: {exc}") from exc
+            raise
+        return made
+
+    def _try_remote(self, segment: Segment, timeout_s: float, *, is_wanted: bool) -> None:
+        parts = self._open()
+        remote = RemoteMemory(segment.pids if is_wanted else [None] * self.world_size, parts.liveness)
+        if can_read_all(self._steps, remote, timeout_s):
+            parts.planner.remote = remote
+            parts.mailbox.read_from(remote)
 
     def join_traffic(self, traffic: Traffic) -> None:
         """Become a part of another communicator."""
@@ -137,7 +154,8 @@ class ShmCommunicator(Communicator):
         return (
             f"shm: {geometry.nbytes / 2**20:.1f} MiB for {self.world_size} members, slots of {geometry.slot_bytes >> 10} KiB, "
             f"rings of {geometry.ring_bytes >> 10} KiB, attached by {self._segment_way}, "
-            f"sleeps {'fenced' if parts.bells.is_fenced else 'in milliseconds'}"
+            f"sleeps {'fenced' if parts.bells.is_fenced else 'in milliseconds'}, "
+            f"large tensors {'read in place' if parts.planner.remote is not None else 'in pieces'}"
         )
 
     def supports(self, operation: Operation, dtype: torch.dtype, nbytes: int) -> bool:

@@ -1,6 +1,8 @@
 """Messages between two members: tags, any size, no deadlock when both send first.
 
-A message is a header (tag, size) and its bytes, through the ring of its pair. What has no receive yet is kept in private
+A message is a header (tag, size) and its bytes, through the ring of its pair. Of a large one only the header goes through, where
+the members can read each other's memory: the receiver copies it from the sender's tensor, and the sender is done when it sees
+that the header was consumed. What has no receive yet is kept in private
 memory, so that a later message with another tag can pass it. Everything moves on in every wait of this member, of messages and
 of collectives; nothing moves in between, there is no thread behind it.
 """
@@ -14,6 +16,7 @@ from typing import Final, final
 from torch import Tensor
 
 from parallel_runtime.comm.communicator import Work
+from parallel_runtime.comm.shm.direct import RemoteMemory, address_of
 from parallel_runtime.comm.shm.geometry import Geometry
 from parallel_runtime.comm.shm.memory import view_bytes
 from parallel_runtime.comm.shm.ring import RingEnd
@@ -23,6 +26,7 @@ from parallel_runtime.errors import CollectiveMismatchError, PeerError
 __all__ = ["Mailbox", "MessageWork"]
 
 _TRIES: Final = 40
+_DIRECT_BYTES: Final = 256 << 10
 
 
 @final
@@ -35,9 +39,10 @@ class MessageWork(Work):
         tag: Its tag.
         is_send: Whether it sends.
         is_open: Whether it is still under way.
+        address: Where the receiver may read it, or 0.
     """
 
-    __slots__ = ("_error", "_mailbox", "_tensor", "is_open", "is_send", "memory", "peer", "tag")
+    __slots__ = ("_error", "_mailbox", "_tensor", "address", "is_open", "is_send", "memory", "peer", "tag")
 
     def __init__(self, mailbox: "Mailbox", tensor: Tensor, peer: int, tag: int, *, is_send: bool) -> None:
         self.memory = view_bytes(tensor)
@@ -45,6 +50,7 @@ class MessageWork(Work):
         self.tag = tag
         self.is_send = is_send
         self.is_open = True
+        self.address = 0
         self._mailbox: Mailbox | None = mailbox
         self._tensor: Tensor | None = tensor
         self._error: Exception | None = None
@@ -116,9 +122,23 @@ class _Outgoing:
         self.queue: deque[MessageWork] = deque()
         self._ring = ring
         self._sent = -1
+        self._offered: deque[tuple[int, MessageWork]] = deque()
+
+    def is_idle(self) -> bool:
+        """Whether nothing is under way."""
+        return not self.queue and not self._offered
+
+    def fail(self, error: Exception) -> None:
+        """Nothing more is sent."""
+        while self.queue:
+            self.queue.popleft().finish(error)
+        while self._offered:
+            self._offered.popleft()[1].finish(error)
 
     def withdraw(self, work: MessageWork) -> bool:
         """Forget ``work``; ``False`` where its first bytes are under way already."""
+        if work not in self.queue:
+            return False
         if self._sent >= 0 and self.queue[0] is work:
             return False
         self.queue.remove(work)
@@ -128,13 +148,20 @@ class _Outgoing:
         """Write what there is room for; whether anything went."""
         moved = False
         ring = self._ring
+        while self._offered and ring.consumed() >= self._offered[0][0]:
+            self._offered.popleft()[1].finish()
+            moved = True
         while self.queue:
             work = self.queue[0]
             if self._sent < 0:
-                if not ring.write_header(work.tag, len(work.memory)):
+                if not ring.write_header(work.tag, len(work.memory), work.address):
                     break
-                self._sent = 0
                 moved = True
+                if work.address:
+                    self._offered.append((ring.position, self.queue.popleft()))
+                    ring.announce()
+                    continue
+                self._sent = 0
             nbytes = ring.write(work.memory[self._sent :])
             self._sent += nbytes
             is_whole = self._sent == len(work.memory)
@@ -156,6 +183,8 @@ class _Incoming:
     """What comes from one peer: receives that wait for messages, and messages that wait for receives."""
 
     def __init__(self, ring: RingEnd, src: int) -> None:
+        self.remote: RemoteMemory | None = None
+        self._is_over = False
         self.posted: dict[int, deque[MessageWork]] = {}
         self._kept: dict[int, deque[_Message]] = {}
         self._current: _Message | None = None
@@ -200,14 +229,17 @@ class _Incoming:
         """Read what is here; whether anything came."""
         moved = False
         ring = self._ring
-        while True:
+        while not self._is_over:
             message = self._current
             if message is None:
                 header = ring.read_header()
                 if header is None:
                     return moved
-                message = self._current = self._begin(*header)
+                tag, nbytes, address = header
+                message = self._current = self._begin(tag, nbytes)
                 moved = True
+                if address and not self._fetch_message(message, address):
+                    return moved
             nbytes = ring.read(message.memory[message.filled :])
             message.filled += nbytes
             if message.filled == message.nbytes:
@@ -221,6 +253,23 @@ class _Incoming:
                 moved = True
             else:
                 return moved
+        return moved
+
+    def _fetch_message(self, message: _Message, address: int) -> bool:
+        """Copy a message that the sender offers; ``False`` where it is gone, and nothing follows."""
+        try:
+            assert self.remote is not None  # nobody offers anything otherwise
+            self.remote.read(self._src, address, address_of(message.memory), message.nbytes)
+        except PeerError as exc:
+            self._current = None
+            self._is_over = True
+            if message.work is not None:
+                message.work.finish(exc)
+            else:
+                self._kept[message.tag].remove(message)
+            return False
+        message.filled = message.nbytes
+        return True
 
     def _begin(self, tag: int, nbytes: int) -> _Message:
         """The message that comes next: for the oldest receive with its tag, or kept."""
@@ -252,6 +301,7 @@ class Mailbox:
 
     def __init__(self, memory: mmap.mmap, geometry: Geometry, rank_in_group: int, waiter: Waiter, bells: Bells) -> None:
         self.on_break: Callable[[BaseException], None] | None = None
+        self._is_direct = False
         peers = [peer for peer in range(geometry.world_size) if peer != rank_in_group]
         self._outgoing = {peer: _Outgoing(_open_ring(memory, geometry, rank_in_group, peer, is_writer=True)) for peer in peers}
         self._incoming = {
@@ -262,9 +312,17 @@ class Mailbox:
         self._lock = threading.Lock()
         self._num_open = 0
 
+    def read_from(self, remote: RemoteMemory) -> None:
+        """Let large messages be read where they lie; agreed by all members, before any message."""
+        self._is_direct = True
+        for incoming in self._incoming.values():
+            incoming.remote = remote
+
     def isend(self, tensor: Tensor, dst: int, tag: int) -> MessageWork:
         """Start sending ``tensor``; it is kept alive and must not change until the work is done."""
         work = MessageWork(self, tensor, dst, tag, is_send=True)
+        if self._is_direct and len(work.memory) >= _DIRECT_BYTES and not tensor.is_pinned():
+            work.address = address_of(work.memory)
         outgoing = self._outgoing[dst]
         with self._lock:
             self._remember()
@@ -302,7 +360,7 @@ class Mailbox:
     def _progress(self) -> bool:
         moved = False
         for outgoing in self._outgoing.values():
-            if outgoing.queue and outgoing.progress():
+            if not outgoing.is_idle() and outgoing.progress():
                 moved = True
         for incoming in self._incoming.values():
             if incoming.progress():
@@ -360,8 +418,7 @@ class Mailbox:
     def fail(self, error: Exception) -> None:
         """Nothing under way will ever be done: everybody who waits for it gets ``error``."""
         for outgoing in self._outgoing.values():
-            while outgoing.queue:
-                outgoing.queue.popleft().finish(error)
+            outgoing.fail(error)
         for incoming in self._incoming.values():
             incoming.fail(error)
         self.on_break = None

@@ -7,6 +7,15 @@ import torch
 from torch import Tensor
 
 from parallel_runtime.comm.communicator import ReduceOp
+from parallel_runtime.comm.shm.direct import (
+    DirectMove,
+    DirectPlan,
+    DirectReduceScatter,
+    DirectWhenLarge,
+    Fetch,
+    Offer,
+    RemoteMemory,
+)
 from parallel_runtime.comm.shm.memory import view_bytes
 from parallel_runtime.comm.shm.plans import AgreedTransfer, OneShot, Plan, Put, Reduction, SlotVectors, Take, Transfer, TwoShot
 from parallel_runtime.comm.shm.reductions import LOW_PRECISION, make_reducer
@@ -19,6 +28,9 @@ _ONE_SHOT_BYTES: Final = 1 << 20
 _ONE_SHOT_BYTES_MANY: Final = 32 << 10
 _PIECE_BYTES: Final = 512 << 10  # smaller ones are still dirty in the writer's cache when they are read, which is slower
 _SYMMETRIC_BYTES: Final = 16 << 10
+_DIRECT_BYTES: Final = 32 << 10
+_DIRECT_BROADCAST_BYTES: Final = 2 << 20  # less streams through the caches faster than the kernel copies it
+_DIRECT_SCATTER_BYTES: Final = 128 << 10
 _ALIGNMENT: Final = 64
 
 
@@ -31,10 +43,19 @@ class _Parts(TypedDict, total=False):
 
 @final
 class Planner:
-    """Makes the plans of one member."""
+    """Makes the plans of one member.
+
+    Args:
+        steps: Its clock.
+
+    Attributes:
+        buffers: The symmetric ones.
+        remote: The peers' memory, where all members can read each other's.
+    """
 
     def __init__(self, steps: Steps) -> None:
         self._steps = steps
+        self.remote: RemoteMemory | None = None
         self._rank = steps.rank_in_group
         self._world_size = steps.world_size
         self._piece_bytes = min(_PIECE_BYTES, steps.slot_bytes)
@@ -73,13 +94,13 @@ class Planner:
             buffer, offset = found
             views = buffer.views(offset, tensor.nbytes)
             return SymmetricAllGather(f"{text} on symmetric buffer {buffer.index}+{offset}", views, rows)
-        return self._gather(text, view_bytes(tensor), rows, tensor.nbytes)
+        return self._gather(text, tensor, rows, tensor.nbytes)
 
     def all_gatherv(self, outputs: Sequence[Tensor], tensor: Tensor) -> Plan:
         """Plan an all-gather of shapes that differ."""
         sizes = [output.nbytes for output in outputs]
         rows = tuple(view_bytes(output) for output in outputs)
-        return self._gather(f"all_gatherv({tensor.dtype}, {sizes} bytes)", view_bytes(tensor), rows, max(sizes))
+        return self._gather(f"all_gatherv({tensor.dtype}, {sizes} bytes)", tensor, rows, max(sizes))
 
     def reduce_scatter(self, output: Tensor, tensor: Tensor, op: ReduceOp) -> Plan:
         """Plan a reduce-scatter.
@@ -99,7 +120,10 @@ class Planner:
         puts = [Put(rows[peer], self._share(rank, peer)) for peer in self._steps.peers]
         offsets = tuple(0 if member == rank else self._share(member, rank) for member in range(self._world_size))
         reduction = Reduction(out, rows[rank], offsets, reducer)
-        return self._shares(text, len(out), peers=self._steps.peers, puts=puts, reduction=reduction)
+        plan = self._pieces(text, len(out), self._share_bytes, peers=self._steps.peers, puts=puts, reduction=reduction)
+        if self.remote is None or len(out) < _DIRECT_SCATTER_BYTES:
+            return plan
+        return _unless_pinned(DirectReduceScatter(text, self.remote, self._steps, rows, out, reducer), plan, [tensor])
 
     def all_to_allv(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Plan:
         """Plan an exchange of parts of any size."""
@@ -109,15 +133,25 @@ class Planner:
         takes.append(Take(view_bytes(outputs[rank]), rank, source=view_bytes(inputs[rank])))
         nbytes = max(tensor.nbytes for tensor in (*inputs, *outputs))
         text = f"all_to_all({inputs[0].dtype})"
-        return AgreedTransfer(text, piece_bytes=self._share_bytes, nbytes=nbytes, peers=peers, puts=puts, takes=takes)
+        piece_bytes = self._share_bytes if self.remote is None else min(_DIRECT_BYTES, self._share_bytes)
+        plan = AgreedTransfer(text, piece_bytes=piece_bytes, nbytes=nbytes, peers=peers, puts=puts, takes=takes)
+        if self.remote is None:
+            return plan
+        offers = [Offer(peer, view_bytes(inputs[peer])) for peer in peers]
+        large = DirectMove(text, self.remote, self._world_size, offers, _fetches(takes))
+        _unless_pinned(large, plan, inputs)
+        return DirectWhenLarge(plan, large)
 
     def broadcast(self, tensor: Tensor, src: int) -> Plan:
         """Plan a broadcast from ``src``."""
         text = f"broadcast({_what(tensor)}, src {src})"
         local = view_bytes(tensor)
+        if len(local) < _DIRECT_BROADCAST_BYTES:
+            parts: _Parts = {"puts": [Put(local)]} if src == self._rank else {"peers": (src,), "takes": [Take(local, src)]}
+            return self._pieces(text, len(local), self._piece_bytes, **parts)
         if src == self._rank:
-            return self._transfer(text, len(local), puts=[Put(local)])
-        return self._transfer(text, len(local), peers=(src,), takes=[Take(local, src)])
+            return self._transfer(text, len(local), [tensor], puts=[Put(local)])
+        return self._transfer(text, len(local), [], peers=(src,), takes=[Take(local, src)])
 
     def reduce(self, output: Tensor | None, tensor: Tensor, dst: int, op: ReduceOp) -> Plan:
         """Plan a reduction to ``dst``.
@@ -129,28 +163,29 @@ class Planner:
         text = f"reduce({op}, {_what(tensor)}, dst {dst})"
         local = view_bytes(tensor)
         if output is None:
-            return self._transfer(text, len(local), puts=[Put(local)])
+            return self._pieces(text, len(local), self._piece_bytes, puts=[Put(local)])
         reduction = Reduction(view_bytes(output), local, (0,) * self._world_size, reducer)
-        return self._transfer(text, len(local), peers=self._steps.peers, reduction=reduction)
+        return self._pieces(text, len(local), self._piece_bytes, peers=self._steps.peers, reduction=reduction)
 
     def gather(self, outputs: Sequence[Tensor] | None, tensor: Tensor, dst: int) -> Plan:
         """Plan a gather to ``dst``."""
         text = f"gather({_what(tensor)}, dst {dst})"
         local = view_bytes(tensor)
         if outputs is None:
-            return self._transfer(text, len(local), puts=[Put(local)])
+            return self._transfer(text, len(local), [tensor], puts=[Put(local)])
         takes = self._row_takes(local, [view_bytes(output) for output in outputs])
-        return self._transfer(text, len(local), peers=self._steps.peers, takes=takes)
+        return self._transfer(text, len(local), [], peers=self._steps.peers, takes=takes)
 
     def scatter(self, output: Tensor, inputs: Sequence[Tensor] | None, src: int) -> Plan:
         """Plan a scatter from ``src``."""
         text = f"scatter({_what(output)}, src {src})"
         local = view_bytes(output)
         if inputs is None:
-            return self._shares(text, len(local), peers=(src,), takes=[Take(local, src, self._share(src, self._rank))])
+            takes = [Take(local, src, self._share(src, self._rank))]
+            return self._shares(text, len(local), [], peers=(src,), takes=takes)
         puts = [Put(view_bytes(inputs[peer]), self._share(src, peer)) for peer in self._steps.peers]
         takes = [Take(local, src, source=view_bytes(inputs[src]))]
-        return self._shares(text, len(local), puts=puts, takes=takes)
+        return self._shares(text, len(local), inputs, puts=puts, takes=takes)
 
     def barrier(self) -> Plan:
         """Plan a step without data."""
@@ -177,18 +212,43 @@ class Planner:
         """Where in a slot of ``src`` lies what it has for ``dst``."""
         return (dst - (dst > src)) * self._share_bytes
 
-    def _transfer(self, text: str, nbytes: int, **parts: Unpack[_Parts]) -> Plan:
-        return Transfer(text, piece_bytes=self._piece_bytes, nbytes=nbytes, **parts)
+    def _transfer(self, text: str, nbytes: int, sources: Sequence[Tensor], **parts: Unpack[_Parts]) -> Plan:
+        """What every reader gets whole."""
+        offers = [Offer(peer, put.local) for put in parts.get("puts", ()) for peer in self._steps.peers]
+        return self._move(self._pieces(text, nbytes, self._piece_bytes, **parts), nbytes, sources, offers, parts)
 
-    def _shares(self, text: str, nbytes: int, **parts: Unpack[_Parts]) -> Plan:
-        return Transfer(text, piece_bytes=self._share_bytes, nbytes=nbytes, **parts)
+    def _shares(self, text: str, nbytes: int, sources: Sequence[Tensor], **parts: Unpack[_Parts]) -> Plan:
+        """What every reader gets a part of; one put per peer, in order."""
+        offers = [Offer(peer, put.local) for peer, put in zip(self._steps.peers, parts.get("puts", ()), strict=False)]
+        return self._move(self._pieces(text, nbytes, self._share_bytes, **parts), nbytes, sources, offers, parts)
 
-    def _gather(self, text: str, local: memoryview, rows: Sequence[memoryview], nbytes: int) -> Plan:
+    def _pieces(self, text: str, nbytes: int, piece_bytes: int, **parts: Unpack[_Parts]) -> Plan:
+        return Transfer(text, piece_bytes=piece_bytes, nbytes=nbytes, **parts)
+
+    def _move(self, ordinary: Plan, nbytes: int, sources: Sequence[Tensor], offers: Sequence[Offer], parts: _Parts) -> Plan:
+        if self.remote is None or nbytes < _DIRECT_BYTES:
+            return ordinary
+        fetches = _fetches(parts.get("takes", ()))
+        return _unless_pinned(DirectMove(ordinary.text, self.remote, self._world_size, offers, fetches), ordinary, sources)
+
+    def _gather(self, text: str, tensor: Tensor, rows: Sequence[memoryview], nbytes: int) -> Plan:
+        local = view_bytes(tensor)
         takes = self._row_takes(local, rows)
-        return self._transfer(text, nbytes, peers=self._steps.peers, puts=[Put(local)], takes=takes)
+        return self._transfer(text, nbytes, [tensor], peers=self._steps.peers, puts=[Put(local)], takes=takes)
 
     def _row_takes(self, local: memoryview, rows: Sequence[memoryview]) -> list[Take]:
         return [Take(row, member, source=local if member == self._rank else None) for member, row in enumerate(rows)]
+
+
+def _unless_pinned(direct: DirectPlan, ordinary: Plan, sources: Sequence[Tensor]) -> Plan:
+    """Memory that belongs to a device driver cannot be read from another process; no member knows what the others pass."""
+    direct.ordinary = ordinary
+    direct.is_readable = not any(tensor.is_pinned() for tensor in sources)
+    return direct
+
+
+def _fetches(takes: Sequence[Take]) -> list[Fetch]:
+    return [Fetch(take.local, take.member, take.source) for take in takes]
 
 
 def _rows(memory: memoryview, count: int) -> tuple[memoryview, ...]:

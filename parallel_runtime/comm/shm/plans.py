@@ -212,6 +212,25 @@ class AgreedTransfer(Transfer):
         finally:
             self._num_steps = mine
 
+    def run_first(self, steps: Steps, timeout_s: float) -> bool:
+        """Only the first step of ``run``; without data where this member knows that it cannot be all.
+
+        Returns:
+            Whether that was all, for all members.
+        """
+        steps.begin(timeout_s)
+        if self._num_steps == 1:
+            self._put(steps, 0)
+        else:
+            steps.put_header(steps.free_slot(), self._num_steps)
+            steps.announce(self.print)
+        steps.collect(self._peers, steps.sequence, self.print, self.text)
+        slot = steps.sequence % NUM_SLOTS
+        is_all = self._num_steps == 1 and all(steps.header(member, slot) == 1 for member in steps.peers)
+        if is_all:
+            Transfer._take(self, steps, 0, slot)
+        return is_all
+
     def _put(self, steps: Steps, piece: int) -> None:
         if piece == 0:
             steps.put_header(steps.free_slot(), self._num_steps)

@@ -15,7 +15,7 @@ __all__ = ["RingEnd"]
 
 _PIECE_BYTES: Final = 256 << 10
 _LINE_BYTES: Final = 64
-_HEADER: Final = struct.Struct("<qq")
+_HEADER: Final = struct.Struct("<qqq")
 
 
 @final
@@ -40,16 +40,26 @@ class RingEnd:
         self._position = 0
         self._lock = threading.Lock() if needs_fence() else None
 
+    @property
+    def position(self) -> int:
+        """How far this end has come."""
+        return self._position
+
     def room(self) -> int:
         """Bytes that can be written, or read, now."""
         return self._lead + int(self._words[self._theirs]) - self._position
 
-    def write_header(self, tag: int, nbytes: int) -> bool:
+    def consumed(self) -> int:
+        """How far the reading end has come; asked by the writer."""
+        return int(self._words[self._theirs])
+
+    def write_header(self, tag: int, nbytes: int, address: int = 0) -> bool:
         """Write the line in front of a message, unannounced.
 
         Args:
             tag: Of the message.
             nbytes: Of the message.
+            address: Where it lies in the sender's process, if it is not to follow.
 
         Returns:
             Whether there was room.
@@ -57,22 +67,22 @@ class RingEnd:
         if self.room() < _LINE_BYTES:
             return False
         start, _ = self._piece(_LINE_BYTES)
-        _HEADER.pack_into(self._memory, start, tag, nbytes)
+        _HEADER.pack_into(self._memory, start, tag, nbytes, address)
         self._position += _LINE_BYTES
         return True
 
-    def read_header(self) -> tuple[int, int] | None:
+    def read_header(self) -> tuple[int, int, int] | None:
         """Read the line in front of a message, unannounced.
 
         Returns:
-            Tag and size, or ``None`` where none is here.
+            Tag, size and address, or ``None`` where none is here.
         """
         if self.room() < _LINE_BYTES:
             return None
         start, _ = self._piece(_LINE_BYTES)
-        tag, nbytes = _HEADER.unpack_from(self._memory, start)
+        tag, nbytes, address = _HEADER.unpack_from(self._memory, start)
         self._position += _LINE_BYTES
-        return tag, nbytes
+        return tag, nbytes, address
 
     def write(self, source: memoryview) -> int:
         """Copy the next piece of ``source`` in, unannounced.

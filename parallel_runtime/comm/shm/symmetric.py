@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from parallel_runtime.comm.shm.plans import Plan
-from parallel_runtime.comm.shm.reductions import Reducer
+from parallel_runtime.comm.shm.reductions import Reducer, Vector
 from parallel_runtime.comm.shm.segment import Segment
 from parallel_runtime.comm.shm.steps import Steps
 
@@ -83,19 +83,24 @@ class SymmetricAllReduce(_SymmetricPlan):
         super().__init__(text)
         world_size = len(views)
         part = -(-len(views[0]) // world_size // _ALIGNMENT) * _ALIGNMENT
-        self._parts = tuple(view[rank_in_group * part : (rank_in_group + 1) * part] for view in views)
-        self._nbytes = len(self._parts[0])
+        parts = [view[rank_in_group * part : (rank_in_group + 1) * part] for view in views]
+        nbytes = len(parts[0])
+        in_place = rank_in_group < 2  # one of the first two operands may be the result as well
+        scratch = memoryview(bytearray(0 if in_place else min(_PIECE_BYTES, nbytes)))
         self._reducer = reducer
-        self._scratch = memoryview(bytearray(min(_PIECE_BYTES, self._nbytes)))
+        self._pieces: list[tuple[list[Vector], Vector, memoryview, list[memoryview]]] = []
+        for start in range(0, nbytes, _PIECE_BYTES):
+            pieces = [part[start : start + _PIECE_BYTES] for part in parts]
+            result = pieces[rank_in_group] if in_place else scratch[: len(pieces[0])]
+            targets = [piece for member, piece in enumerate(pieces) if not in_place or member != rank_in_group]
+            self._pieces.append(([reducer.vector(piece) for piece in pieces], reducer.vector(result), result, targets))
 
     def work(self) -> None:
-        reducer = self._reducer
-        for start in range(0, self._nbytes, _PIECE_BYTES):
-            pieces = [part[start : start + _PIECE_BYTES] for part in self._parts]
-            result = self._scratch[: len(pieces[0])]
-            reducer.combine([reducer.vector(piece) for piece in pieces], reducer.vector(result))
-            for piece in pieces:
-                piece[:] = result
+        combine = self._reducer.combine
+        for sources, out, result, targets in self._pieces:
+            combine(sources, out)
+            for target in targets:
+                target[:] = result
 
 
 @final

@@ -58,9 +58,9 @@ class FileStore:
         return path.read_bytes()
 
 
-def open_member(store: Any, rank: int, world_size: int, key: str = "group") -> ShmCommunicator:
+def open_member(store: Any, rank: int, world_size: int, key: str = "group", *, direct: bool = True) -> ShmCommunicator:
     """One member; a refusal is an error here."""
-    made = ShmCommunicator.create(store, key, rank, world_size, 20.0)
+    made = ShmCommunicator.create(store, key, rank, world_size, 20.0, direct=direct)
     if isinstance(made, Unavailable):
         raise RuntimeError(made.reason)
     return made
@@ -69,10 +69,10 @@ def open_member(store: Any, rank: int, world_size: int, key: str = "group") -> S
 class Threads:
     """A group whose members are threads; ``run`` calls a function on all of them."""
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, *, direct: bool = True) -> None:
         self.world_size = world_size
         store = MemoryStore()
-        self.members: list[ShmCommunicator] = self._together(lambda rank: open_member(store, rank, world_size))
+        self.members: list[ShmCommunicator] = self._together(lambda rank: open_member(store, rank, world_size, direct=direct))
 
     def __enter__(self) -> Self:
         return self

@@ -1,6 +1,8 @@
 """Every collective against a reference in one process, over drawn sizes, dtypes and members."""
 
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -12,8 +14,8 @@ from torch import Tensor
 from parallel_runtime.comm.communicator import Operation, ReduceOp
 from parallel_runtime.comm.shm import ShmCommunicator
 from parallel_runtime.comm.shm.reductions import ARITHMETIC_DTYPES
-from parallel_runtime.errors import DtypeError
-from tests.unit.comm.shm.members import Threads
+from parallel_runtime.errors import CollectiveMismatchError, DtypeError
+from tests.unit.comm.shm.members import MemoryStore, Threads, open_member
 
 TIMEOUT_S = 20.0
 MOVED = (torch.uint8, torch.bool, torch.int16, torch.float32, torch.bfloat16, torch.float64, torch.float8_e4m3fn)
@@ -23,10 +25,10 @@ EDGES = (1, 3, 4095, 4096, 4097, 16385, 65536, 65537, 262144, 300001, 524289)
 sizes = st.one_of(st.integers(1, 300), st.sampled_from(EDGES))
 
 
-@pytest.fixture(scope="module")
-def worlds() -> Iterator[dict[int, Threads]]:
-    """Groups of 2, 3 and 4, kept for the whole module."""
-    groups = {world_size: Threads(world_size) for world_size in (2, 3, 4)}
+@pytest.fixture(scope="module", params=[True, False], ids=["in place", "in pieces"])
+def worlds(request: pytest.FixtureRequest) -> Iterator[dict[int, Threads]]:
+    """Groups of 2, 3 and 4, kept for the whole module; what is large is read in place, or moved in pieces."""
+    groups = {world_size: Threads(world_size, direct=request.param) for world_size in (2, 3, 4)}
     yield groups
     for group in groups.values():
         group.__exit__(None, None, None)
@@ -318,3 +320,57 @@ def test_supports_every_movement_and_what_has_arithmetic(worlds: dict[int, Threa
 def same(left: Tensor, right: Tensor) -> bool:
     """Equal as bytes."""
     return torch.equal(left.contiguous().view(torch.uint8), right.contiguous().view(torch.uint8))
+
+
+@pytest.mark.parametrize("pinned_on", [(), (1,), (0, 1, 2)])
+def test_memory_that_no_other_process_can_read_moves_in_pieces(
+    monkeypatch: pytest.MonkeyPatch, pinned_on: tuple[int, ...]
+) -> None:
+    """One member's tensors are pinned, the others cannot know: all of them move in pieces, and the results are the same."""
+    count = 3 << 20
+    mine = threading.local()
+    monkeypatch.setattr(Tensor, "is_pinned", lambda self, device=None: getattr(mine, "is_pinned", False))
+
+    def body(comm: ShmCommunicator) -> list[Tensor]:
+        rank = comm.rank_in_group
+        mine.is_pinned = rank in pinned_on
+        data = draw(rank, (count,), torch.uint8, 1)
+        rows = torch.zeros(3, count, dtype=torch.uint8)
+        comm.all_gather(rows, data, TIMEOUT_S)
+        parts = [torch.zeros(count // 3, dtype=torch.uint8) for _ in range(3)]
+        comm.all_to_allv(parts, list(data.view(3, -1)), TIMEOUT_S)
+        part = torch.zeros(count // 3, dtype=torch.uint8)
+        comm.reduce_scatter(part, data.view(3, -1), ReduceOp.SUM, TIMEOUT_S)
+        comm.broadcast_(data, 2, TIMEOUT_S)
+        return [rows, torch.stack(parts), part, data]
+
+    with Threads(3) as group:
+        inputs = torch.stack([draw(rank, (count,), torch.uint8, 1) for rank in range(3)])
+        for rank, (rows, parts, part, data) in enumerate(group.run(body)):
+            assert torch.equal(rows, inputs)
+            assert torch.equal(parts, inputs.view(3, 3, -1)[:, rank])
+            assert torch.equal(part, inputs.view(3, 3, -1)[:, rank].sum(0, dtype=torch.uint8))
+            assert torch.equal(data, inputs[2])
+
+
+def test_large_parts_of_another_size_than_expected_are_an_error() -> None:
+    """Read in place, the size of what is offered is known."""
+
+    def body(comm: ShmCommunicator) -> None:
+        count = (300_000, 200_000)[comm.rank_in_group]
+        parts = [torch.zeros(count, dtype=torch.uint8) for _ in range(2)]
+        comm.all_to_allv(parts, [part.clone() for part in parts], TIMEOUT_S)
+
+    with Threads(2) as group:
+        errors = group.outcomes(body)
+    assert any(isinstance(error, CollectiveMismatchError) for error in errors)
+    assert any("where 300000 were to be received" in str(error) or "where 200000 were" in str(error) for error in errors)
+
+
+def test_one_member_that_must_not_read_sends_all_into_pieces() -> None:
+    store = MemoryStore()
+    with ThreadPoolExecutor(2) as pool:
+        members = list(pool.map(lambda rank: open_member(store, rank, 2, direct=rank == 0), range(2)))
+    assert ["large tensors in pieces" in member.describe() for member in members] == [True, True]
+    for member in members:
+        member.close()

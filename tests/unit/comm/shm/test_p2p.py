@@ -17,10 +17,10 @@ from tests.unit.comm.shm.members import Threads
 TIMEOUT_S = 20.0
 
 
-@pytest.fixture(scope="module")
-def pair() -> Iterator[Threads]:
-    """Two members, kept for the whole module."""
-    with Threads(2) as group:
+@pytest.fixture(scope="module", params=[True, False], ids=["in place", "in pieces"])
+def pair(request: pytest.FixtureRequest) -> Iterator[Threads]:
+    """Two members, kept for the whole module; large messages are read in place, or not."""
+    with Threads(2, direct=request.param) as group:
         yield group
 
 
@@ -142,7 +142,7 @@ def test_a_receive_that_timed_out_is_withdrawn(pair: Threads) -> None:
 
 
 def test_a_send_cut_short_breaks_the_group() -> None:
-    with Threads(2) as group:
+    with Threads(2, direct=False) as group:
         sender = group.members[0]
         work = sender.isend(pattern(4 << 20, 0), 1, 0)
         queued = sender.isend(pattern(8, 0), 1, 0)
@@ -156,8 +156,22 @@ def test_a_send_cut_short_breaks_the_group() -> None:
             group.members[1].barrier(TIMEOUT_S)
 
 
-def test_what_came_before_a_peer_left_is_delivered_and_nothing_else() -> None:
+def test_an_offer_that_was_withdrawn_is_not_read() -> None:
+    """The sender gave up and may use its memory for something else; the receiver hears that instead."""
     with Threads(2) as group:
+        sender, receiver = group.members
+        work = sender.isend(pattern(1 << 20, 0), 1, 0)
+        sender.isend(pattern(8, 0), 1, 1).wait(TIMEOUT_S)
+        with pytest.raises(PeerTimeoutError, match="member 1 did not take part"):
+            work.wait(0.01)
+        target = torch.zeros(1 << 20, dtype=torch.uint8)
+        with pytest.raises(PeerLostError, match="while its memory was read, member 0 gave up"):
+            receiver.irecv(target, 0, 0).wait(TIMEOUT_S)
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_what_came_before_a_peer_left_is_delivered_and_nothing_else(direct: bool) -> None:
+    with Threads(2, direct=direct) as group:
         sender, receiver = group.members
         sender.isend(pattern(100, 1), 1, 0).wait(TIMEOUT_S)
         unsent = sender.isend(pattern(4 << 20, 1), 1, 1)

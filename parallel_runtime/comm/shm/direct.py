@@ -1,0 +1,294 @@
+"""Reading a peer's tensor where it lies, in its own process: one copy instead of two, and two steps however large it is.
+
+The kernel's ``process_vm_readv`` copies from another process of the same user where the system allows it. Whether it does is
+tried once when a group opens, and only used where every member can read every other.
+
+*Nothing is read too late.* A member that offers its memory leaves it alone until all readers have entered the closing step. One
+that gave up says so before it lets go of its memory, and a reader looks for that after each read: what it read before is valid.
+"""
+
+import ctypes
+import errno
+import os
+import struct
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, final
+
+from parallel_runtime.comm.shm.plans import AgreedTransfer, Plan
+from parallel_runtime.comm.shm.reductions import Reducer
+from parallel_runtime.comm.shm.steps import Steps, fingerprint
+from parallel_runtime.comm.shm.waiting import Liveness
+from parallel_runtime.errors import CollectiveMismatchError, PeerLostError
+
+__all__ = [
+    "DirectMove",
+    "DirectPlan",
+    "DirectReduceScatter",
+    "DirectWhenLarge",
+    "Fetch",
+    "Offer",
+    "RemoteMemory",
+    "address_of",
+    "can_read_all",
+]
+
+_ALIGNMENT: Final = 64
+_CHUNK_BYTES: Final = 128 << 10
+_SCRATCH_BYTES: Final = 512 << 10
+_LEAST_CHUNK_BYTES: Final = 16 << 10
+_PAIR: Final = struct.Struct("=qq")
+
+
+def address_of(memory: memoryview) -> int:
+    """Where writable bytes lie in this process.
+
+    Args:
+        memory: Contiguous.
+
+    Returns:
+        The address; 0 where there are no bytes.
+    """
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory)) if len(memory) else 0
+
+
+@final
+class RemoteMemory:
+    """The memory of the peers' processes, to be read.
+
+    Args:
+        pids: Every member's process.
+        liveness: Says who is gone.
+    """
+
+    def __init__(self, pids: Sequence[int | None], liveness: Liveness) -> None:
+        self._pids = tuple(pids)
+        self._liveness = liveness
+        self._call = getattr(ctypes.CDLL(None, use_errno=True), "process_vm_readv", None)
+        self._here = (ctypes.c_size_t * 2)()
+        self._there = (ctypes.c_size_t * 2)()
+        self._arguments = (
+            ctypes.byref(self._here),
+            ctypes.c_ulong(1),
+            ctypes.byref(self._there),
+            ctypes.c_ulong(1),
+            ctypes.c_ulong(0),
+        )
+        if self._call is not None:
+            self._call.restype = ctypes.c_ssize_t
+
+    def try_read(self, member: int, source: int, target: int, nbytes: int) -> None:
+        """Copy ``nbytes`` from address ``source`` of ``member`` to address ``target`` of this process.
+
+        Raises:
+            OSError: The system refuses it, or there is nothing at that address.
+        """
+        pid, here, there = self._pids[member], self._here, self._there
+        if self._call is None or pid is None:
+            raise OSError(f"the memory of member {member} cannot be read on this system")
+        done = 0
+        while done < nbytes:  # the kernel copies 2 GiB at most in one call
+            here[0], there[0] = target + done, source + done
+            here[1] = there[1] = nbytes - done
+            copied = self._call(pid, *self._arguments)
+            if copied <= 0:
+                error = ctypes.get_errno()
+                raise OSError(error, f"reading {nbytes} bytes of member {member}: {os.strerror(error)}")
+            done += copied
+
+    def read(self, member: int, source: int, target: int, nbytes: int) -> None:
+        """``try_read`` from a member that offered its memory.
+
+        Raises:
+            PeerLostError: It is gone, so its memory may be used for something else by now.
+        """
+        try:
+            self.try_read(member, source, target, nbytes)
+        except OSError as exc:
+            ended = f"the process of member {member} ended" if exc.errno == errno.ESRCH else None
+            why = ended or self._liveness.why_gone(member) or f"member {member} does not let its memory be read"
+            raise PeerLostError(f"waited for member {member}: {why}: {exc}") from exc
+        if gone := self._liveness.why_gone(member):
+            raise PeerLostError(f"while its memory was read, {gone}")
+
+
+def can_read_all(steps: Steps, remote: RemoteMemory, timeout_s: float) -> bool:
+    """Whether every member can read the memory of every other.
+
+    Args:
+        steps: Of this member.
+        remote: The peers' memory.
+        timeout_s: Seconds.
+
+    Returns:
+        The same on every member.
+
+    Raises:
+        PeerError: A member is late or gone.
+
+    Collective: two steps.
+    """
+    text = "opening"
+    print_ = fingerprint(text)
+    token, found = ctypes.c_int64(int.from_bytes(os.urandom(7), "little")), ctypes.c_int64()
+    steps.begin(timeout_s)
+    slot = steps.free_slot()
+    _PAIR.pack_into(steps.slots[steps.rank_in_group][slot], 0, ctypes.addressof(token), token.value)
+    steps.announce(print_)
+    steps.collect(steps.peers, steps.sequence, print_, text)
+    is_able = True
+    for peer in steps.peers:
+        address, expected = _PAIR.unpack_from(steps.slots[peer][slot])
+        try:
+            remote.try_read(peer, address, ctypes.addressof(found), 8)
+        except OSError:
+            is_able = False
+        else:
+            is_able = is_able and found.value == expected
+    slot = steps.free_slot()
+    steps.put_header(slot, is_able)
+    steps.announce(print_)
+    steps.collect(steps.peers, steps.sequence, print_, text)
+    return is_able and all(steps.header(peer, slot) for peer in steps.peers)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """``memory`` may be read by ``member``."""
+
+    member: int
+    memory: memoryview
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """``memory`` is filled with what ``member`` offers; with this member's own ``source`` where that is given."""
+
+    memory: memoryview
+    member: int
+    source: memoryview | None = None
+
+
+class DirectPlan(Plan):
+    """Between two steps, the memory that the members offer may be read.
+
+    Args:
+        text: The operation.
+        remote: The peers' memory.
+        world_size: Number of members.
+        offers: What this member offers.
+
+    Attributes:
+        ordinary: Run instead where one member's memory is none that others can read.
+        is_readable: Whether this member's is.
+    """
+
+    def __init__(self, text: str, remote: RemoteMemory, world_size: int, offers: Sequence[Offer]) -> None:
+        super().__init__(f"{text}, read in place")
+        self.ordinary: Plan | None = None
+        self.is_readable = True
+        self._remote = remote
+        told = bytearray(_PAIR.size * world_size)
+        for offer in offers:
+            _PAIR.pack_into(told, _PAIR.size * offer.member, address_of(offer.memory), len(offer.memory))
+        self._told = bytes(told)
+
+    def run(self, steps: Steps, timeout_s: float) -> None:
+        """A step to tell addresses, the work, a step to end."""
+        steps.begin(timeout_s)
+        self.go_on(steps, timeout_s)
+
+    def go_on(self, steps: Steps, timeout_s: float) -> None:
+        """``run`` as a part of an operation that has begun."""
+        slot = steps.free_slot()
+        steps.slots[steps.rank_in_group][slot][: len(self._told)] = self._told
+        steps.put_header(slot, self.is_readable)
+        self._meet(steps)
+        if self.ordinary is not None and not all(steps.header(member, slot) for member in range(steps.world_size)):
+            self.ordinary.run(steps, timeout_s)
+            return
+        at = _PAIR.size * steps.rank_in_group
+        self.work(steps, [_PAIR.unpack_from(slots[slot], at) for slots in steps.slots])
+        self._meet(steps)
+
+    def _meet(self, steps: Steps) -> None:
+        steps.announce(self.print)
+        steps.collect(steps.peers, steps.sequence, self.print, self.text)
+
+    @abstractmethod
+    def work(self, steps: Steps, offered: Sequence[tuple[int, int]]) -> None:
+        """Everything this member reads; ``offered`` to it, by each member, are an address and a number of bytes."""
+
+
+@final
+class DirectMove(DirectPlan):
+    """Copies what the others offer.
+
+    Raises:
+        CollectiveMismatchError: When run: a member offers another number of bytes than is to be received.
+    """
+
+    def __init__(
+        self, text: str, remote: RemoteMemory, world_size: int, offers: Sequence[Offer], fetches: Sequence[Fetch]
+    ) -> None:
+        super().__init__(text, remote, world_size, offers)
+        self._copies = [(fetch.memory, fetch.source) for fetch in fetches if fetch.source is not None]
+        self._fetches = [
+            (fetch.member, address_of(fetch.memory), len(fetch.memory))
+            for fetch in fetches
+            if fetch.source is None and fetch.memory
+        ]
+
+    def work(self, steps: Steps, offered: Sequence[tuple[int, int]]) -> None:
+        for member, target, nbytes in self._fetches:
+            source, there = offered[member]
+            if there != nbytes:
+                raise CollectiveMismatchError(f"member {member} has {there} bytes where {nbytes} were to be received")
+            self._remote.read(member, source, target, nbytes)
+        for copied, own in self._copies:
+            copied[:] = own
+
+
+@final
+class DirectWhenLarge(Plan):
+    """An exchange of parts whose sizes no member knows alone: small ones take one step, others are read in place."""
+
+    def __init__(self, small: AgreedTransfer, large: DirectMove) -> None:
+        super().__init__(small.text)
+        self._small = small
+        self._large = large
+
+    def run(self, steps: Steps, timeout_s: float) -> None:
+        """One step that tells how much there is; the rest where that was not all."""
+        if not self._small.run_first(steps, timeout_s):
+            self._large.go_on(steps, timeout_s)
+
+
+@final
+class DirectReduceScatter(DirectPlan):
+    """Everybody reduces its row of every member's input, chunk by chunk in scratch memory that stays in the cache."""
+
+    def __init__(
+        self, text: str, remote: RemoteMemory, steps: Steps, rows: Sequence[memoryview], out: memoryview, reducer: Reducer
+    ) -> None:
+        super().__init__(text, remote, steps.world_size, [Offer(peer, rows[peer]) for peer in steps.peers])
+        self._reducer = reducer
+        self._own = rows[steps.rank_in_group]
+        self._out = out
+        share = _SCRATCH_BYTES // steps.world_size // _ALIGNMENT * _ALIGNMENT
+        self._chunk_bytes = max(_LEAST_CHUNK_BYTES, min(_CHUNK_BYTES, share))
+        self._scratch = [memoryview(bytearray(self._chunk_bytes)) for _ in range(steps.world_size)]
+        self._targets = [(peer, address_of(self._scratch[peer])) for peer in steps.peers]
+
+    def work(self, steps: Steps, offered: Sequence[tuple[int, int]]) -> None:
+        vector = self._reducer.vector
+        for start in range(0, len(self._own), self._chunk_bytes):
+            own, out = self._own[start : start + self._chunk_bytes], self._out[start : start + self._chunk_bytes]
+            for peer, target in self._targets:
+                self._remote.read(peer, offered[peer][0] + start, target, len(own))
+            parts = [memory[: len(own)] for memory in self._scratch]
+            parts[steps.rank_in_group] = own
+            self._reducer.combine([vector(part) for part in parts], vector(out))
