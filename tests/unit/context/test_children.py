@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 
 import pytest
 import torch
@@ -19,6 +20,11 @@ BACKENDS = pytest.mark.parametrize("backend", ["local", "gloo"])
 
 def world(size: int, backend: str = "local", **settings: object) -> ParallelConfig:
     return ParallelConfig.model_validate({"tp": size, "backend": backend, **settings})
+
+
+def use_until_it_fails(context: ParallelContext) -> None:
+    for _ in range(100):
+        context.world.barrier()
 
 
 def total(context: ParallelContext, value: float = 1.0) -> float:
@@ -146,7 +152,7 @@ def test_a_child_of_a_closed_parent_is_not_entered() -> None:
 
 def test_an_exception_in_the_parent_closes_the_child_without_waiting() -> None:
     def work(ctx: ParallelContext) -> None:
-        with pytest.raises(KeyError), ctx.derive(ctx.config) as outer:
+        with suppress(KeyError), ctx.derive(ctx.config) as outer:
             inner = outer.duplicate("inner").__enter__()
             raise KeyError
         assert inner.state is ContextState.CLOSED
@@ -200,8 +206,7 @@ def test_survivors_go_on_three_times_in_a_row(backend: str) -> None:
             if ctx.rank == max(ranks):
                 raise KeyError("this rank gives up")
             with pytest.raises(PeerError):
-                for _ in range(100):
-                    smaller.world.barrier()
+                use_until_it_fails(smaller)
             left = smaller.survivors()
             seen.append(left)
             for use in (lambda: smaller.derive(config), smaller.survivors, lambda: smaller.open_group("tp", "pp")):
@@ -211,14 +216,32 @@ def test_survivors_go_on_three_times_in_a_row(backend: str) -> None:
 
     def work(ctx: ParallelContext) -> list[tuple[int, ...]]:
         seen: list[tuple[int, ...]] = []
-        try:
+        with suppress(KeyError):
             go_on(ctx, tuple(Rank(rank) for rank in range(4)), seen)
-        except KeyError:
-            pass
         return seen
 
     found = run_threads(work, world(4, backend), timeout_s=90)
     assert found == [[(0, 1, 2), (0, 1), (0,)], [(0, 1, 2), (0, 1)], [(0, 1, 2)], []]
+
+
+@BACKENDS
+def test_who_counts_survivors_releases_those_that_wait_for_it(backend: str) -> None:
+    """Rank 3 gives up, its tp peer 2 notices; rank 0 waits for rank 2 in dp, and must not wait on."""
+
+    def work(ctx: ParallelContext) -> tuple[int, ...]:
+        config = world(2, ctx.config.backend, dp=2, deadlines=Deadlines(collective_s=30))
+        try:
+            with ParallelContext(config, identity=ctx.identity, store=ctx.store, hub=ctx.hub) as broken:
+                if ctx.rank == 3:
+                    raise KeyError
+                group = broken.tp if ctx.rank == 2 else broken.dp
+                with pytest.raises(PeerError):
+                    group.barrier()
+                return broken.survivors()
+        except KeyError:
+            return ()
+
+    assert run_threads(work, world(2, backend, dp=2), timeout_s=15) == [(0, 1, 2), (0, 1, 2), (0, 1, 2), ()]
 
 
 def test_a_silent_rank_does_not_survive() -> None:
@@ -256,15 +279,13 @@ def test_store_keys_are_back_where_they_were(backend: str, how: str) -> None:
         counts = []
         for _ in range(5):
             with (
-                pytest.raises(KeyError),
+                suppress(KeyError),
                 ParallelContext(world(2, backend), identity=ctx.identity, store=ctx.store, hub=ctx.hub) as other,
             ):
                 with other.derive(ParallelConfig(pp=2, backend=other.config.backend)) as child:
                     child.open_group("tp", "pp").barrier()
                 if how == "raise":
                     raise KeyError
-                other.close()
-                raise KeyError
             ctx.world.barrier()
             counts.append(keys_of(ctx))
             ctx.world.barrier()
@@ -275,5 +296,5 @@ def test_store_keys_are_back_where_they_were(backend: str, how: str) -> None:
 
 
 def test_what_is_no_process_group_is_not_adopted() -> None:
-    with pytest.raises(ArgumentError, match="expected a torch.distributed process group, got HashStore"):
+    with pytest.raises(ArgumentError, match=r"expected a torch\.distributed process group, got HashStore"):
         ParallelContext.adopt(hash_store(), ParallelConfig())
