@@ -8,7 +8,11 @@ import pytest
 DOCS = Path(__file__).parents[3] / "docs"
 
 
-PAGES = (pytest.param("how_to/load_a_model.md", marks=pytest.mark.model), "concepts/experts.md", "concepts/sharding.md")
+PAGES = (
+    pytest.param("how_to/load_a_model.md", marks=(pytest.mark.model, pytest.mark.timeout(300))),
+    "concepts/experts.md",
+    "concepts/sharding.md",
+)
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -1,22 +1,18 @@
 """The embedded model equals ``transformers``, which reads the same file with code of its own."""
 
-from dataclasses import dataclass
-
 import pytest
 import torch
 from torch import Tensor
 
 from parallel_runtime.comm import GroupCoordinator
 from parallel_runtime.models import SlotKvCache, Tokenizer, load_model, load_tokenizer, open_checkpoint, resolve_model
+from tests.references import TEXTS, Reference
 from tests.unit.layers.ranks import on_ranks
 
-pytestmark = [pytest.mark.model, pytest.mark.timeout(100)]
+pytestmark = [pytest.mark.model, pytest.mark.timeout(300)]
 
-PROMPTS = (
-    "The capital of France is",
-    "def fibonacci(n):\n    if n < 2:\n",
-    "In 2024,   prices rose by 12.5%",
-)
+TEXT_NUMBERS = (2, 3, 5)
+"""Enough of ``TEXTS`` for a batch."""
 
 
 @pytest.fixture(scope="module")
@@ -25,35 +21,10 @@ def tokenizer() -> Tokenizer:
         return load_tokenizer(checkpoint)
 
 
-@dataclass(frozen=True)
-class Reference:
-    """What ``transformers`` says about each prompt: logits of its tokens, and 4 greedy tokens after it."""
-
-    ids: tuple[Tensor, ...]
-    logits: tuple[Tensor, ...]
-    greedy: tuple[list[int], ...]
-
-
-@pytest.fixture(scope="module")
-def reference(tokenizer: Tokenizer) -> Reference:
-    import transformers
-
-    path = resolve_model("smollm2")
-    model = transformers.AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
-    ids = tuple(torch.tensor(tokenizer.encode(prompt)) for prompt in PROMPTS)
-    logits, greedy = [], []
-    with torch.inference_mode():
-        for prompt in ids:
-            tokens, rows = prompt, model(prompt.unsqueeze(0)).logits[0]
-            logits.append(rows)
-            for _ in range(4):
-                tokens = torch.cat([tokens, model(tokens.unsqueeze(0)).logits[0, -1:].argmax(-1)])
-            greedy.append(tokens[len(prompt) :].tolist())
-    return Reference(ids, tuple(logits), tuple(greedy))
-
-
 @pytest.mark.parametrize("tp", [1, 2, 3])
-def test_logits_and_greedy_tokens_equal_transformers(tp: int, reference: Reference) -> None:
+def test_logits_and_greedy_tokens_equal_transformers(tp: int, smollm2_reference: Reference) -> None:
+    prompts = [torch.tensor(smollm2_reference.prompts[number]) for number in TEXT_NUMBERS]
+
     def run(group: GroupCoordinator) -> tuple[list[Tensor], list[list[int]]]:
         with open_checkpoint("smollm2") as checkpoint:
             stages = [load_model(checkpoint, tp=group, layers=layers) for layers in (range(17), range(17, 30))]
@@ -71,8 +42,8 @@ def test_logits_and_greedy_tokens_equal_transformers(tp: int, reference: Referen
             return hidden
 
         with torch.inference_mode():
-            lengths = [len(prompt) for prompt in reference.ids]
-            hidden = forward(list(reference.ids), [0, 0, 0])
+            lengths = [len(prompt) for prompt in prompts]
+            hidden = forward(prompts, [0, 0, 0])
             logits = list(torch.split(stages[-1].logits(hidden), lengths))
             last = stages[-1].greedy(hidden[torch.tensor(lengths).cumsum(0) - 1])
             chosen = [last]
@@ -82,9 +53,9 @@ def test_logits_and_greedy_tokens_equal_transformers(tp: int, reference: Referen
         return logits, torch.stack(chosen, dim=1).tolist()
 
     for logits, greedy in on_ranks(tp, run):
-        for ours, theirs in zip(logits, reference.logits, strict=True):
-            assert (ours - theirs).abs().max() < 1e-3
-        assert greedy == list(reference.greedy)
+        for number, mine, chosen in zip(TEXT_NUMBERS, logits, greedy, strict=True):
+            assert (mine - smollm2_reference.logits[number]).abs().max() < 1e-3
+            assert tuple(chosen) == smollm2_reference.tokens[number][:4]
 
 
 def test_the_tokenizer_cuts_as_smollm2_was_taught(tokenizer: Tokenizer) -> None:
@@ -100,7 +71,7 @@ def test_the_tokenizer_agrees_with_transformers_where_no_blanks_precede_a_digit(
 
     path = resolve_model("smollm2")
     theirs = transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
-    for text in (*PROMPTS[:2], "žluťoučký kůň 日本語 😀\t\r\n", "<|im_start|>x<|im_end|> don't CAN'T 3.14"):
+    for text in (*TEXTS[:4], "žluťoučký kůň 日本語 😀\t\r\n", "<|im_start|>x<|im_end|> don't CAN'T 3.14"):
         assert tokenizer.encode(text) == theirs.encode(text, add_special_tokens=False)
 
 
