@@ -4,7 +4,9 @@ No default process group, no entry in torch's tables: ``torch.distributed.is_ini
 module of the runtime that imports ``torch.distributed``; what its backends raise is translated here.
 """
 
+import os
 import re
+import resource
 import socket
 import threading
 from collections.abc import Callable, Sequence
@@ -20,7 +22,7 @@ from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
 from parallel_runtime.comm.communicator import Communicator, Operation, ReduceOp, Work
-from parallel_runtime.errors import ArgumentError, PeerError, PeerLostError, PeerTimeoutError
+from parallel_runtime.errors import ArgumentError, ConfigError, PeerError, PeerLostError, PeerTimeoutError
 
 __all__ = [
     "C10dCommunicator",
@@ -32,6 +34,7 @@ __all__ = [
     "gloo_device",
     "hash_store",
     "listen_store",
+    "need_descriptors",
     "prefix_store",
     "wrap",
 ]
@@ -39,6 +42,10 @@ __all__ = [
 Store: TypeAlias = c10d.Store
 """Any store of torch: a small shared table of keys and bytes."""
 
+_STORE_START_S: Final = 5.0
+"""How long a store may take to answer its own process."""
+_STORE_DESCRIPTORS: Final = 12
+_CLIENT_DESCRIPTORS: Final = 2
 _SLICE: Final = timedelta(seconds=0.25)
 """How long a gloo collective waits between two looks at what has become of its peers."""
 _SLICE_IS_OVER: Final = "Operation timed out!"
@@ -392,7 +399,10 @@ def listen_store(
 
     Raises:
         ArgumentError: ``host`` and ``port`` cannot be bound.
+        ConfigError: This process may open too few descriptors.
+        PeerError: The store does not come up.
     """
+    need_descriptors(_STORE_DESCRIPTORS, "to serve a store")
     try:
         family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         listener = socket.socket(family, kind, proto)
@@ -406,15 +416,19 @@ def listen_store(
     except OSError as exc:
         raise ArgumentError(f"cannot listen on {host}:{port}: {exc}") from exc
     bound = int(listener.getsockname()[1])
-    store = c10d.TCPStore(
-        host,
-        bound,
-        world_size,
-        is_master=True,
-        timeout=timedelta(seconds=timeout_s),
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),
-    )
+    try:
+        store = c10d.TCPStore(
+            host,
+            bound,
+            world_size,
+            is_master=True,
+            timeout=timedelta(seconds=min(timeout_s, _STORE_START_S)),
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
+    except RuntimeError as exc:
+        raise PeerError(f"a store on {host}:{bound} does not come up: {str(exc).splitlines()[0]}") from exc
+    store.set_timeout(timedelta(seconds=timeout_s))
     return HostedStore(store, host, bound)
 
 
@@ -430,12 +444,39 @@ def connect_store(host: str, port: int, *, timeout_s: float = 60.0) -> Store:
         The store.
 
     Raises:
+        ConfigError: This process may open too few descriptors.
         PeerTimeoutError: Nobody answered within ``timeout_s``.
     """
+    need_descriptors(_CLIENT_DESCRIPTORS, "to reach a store")
     try:
         return c10d.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
     except RuntimeError as exc:
         raise PeerTimeoutError(f"no store answered at {host}:{port} within {timeout_s:g} s; is rank 0 running?") from exc
+
+
+def need_descriptors(count: int, purpose: str) -> None:
+    """Refuse at once what would otherwise be tried in vain until a deadline.
+
+    Args:
+        count: File descriptors that will be opened.
+        purpose: What for, for the error.
+
+    Raises:
+        ConfigError: This process may not open as many.
+    """
+    taken: list[int] = []
+    try:
+        while len(taken) < count:
+            taken.append(os.open(os.devnull, os.O_RDONLY))
+    except OSError as exc:
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        raise ConfigError(
+            f"{purpose}, {count} free file descriptors are needed, but this process may open {len(taken)} more "
+            f"({exc.strerror}; its limit is {limit}); close files, or raise the limit, such as by ulimit -n {limit + 1024}"
+        ) from exc
+    finally:
+        for fd in taken:
+            os.close(fd)
 
 
 def prefix_store(store: Store, prefix: str) -> Store:

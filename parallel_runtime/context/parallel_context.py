@@ -60,8 +60,9 @@ class ParallelContext:
     rank's groups: its members alone open a group, equal groups share one connection, and a group of one opens nothing. No default
     process group of torch is made or used, so any number of contexts live side by side.
 
-    Leaving normally waits, up to ``deadlines.exit_s``, until what this rank sent has been received and, if it serves the world's
-    store, until the others have left; it waits for nothing else. Leaving by an exception closes everything at once.
+    Leaving normally waits, up to ``deadlines.exit_s``, until the members of its groups have opened them, what this rank sent
+    has been received and, if it serves the world's store, the others have left; it waits for nothing else. Leaving by an
+    exception closes everything at once.
 
     Args:
         config: Sizes and settings; a size of -1 is filled in from the number of ranks.
@@ -110,6 +111,7 @@ class ParallelContext:
         self._meeting: Meeting | None = None
         self._monitor: Monitor | None = None
         self._agreements: dict[tuple[Rank, ...], Agreement] = {}
+        self._opened: list[tuple[Rank, ...]] = []
         self._serves_store = False
         self._stack = ExitStack()
 
@@ -648,6 +650,9 @@ class ParallelContext:
     def _watch(self, ranks: tuple[Rank, ...], connection: Connection) -> None:
         if self._monitor is not None:
             self._monitor.watch(ranks, connection.data, connection.control)
+        if self._meeting is not None and self._hub is None:
+            self._meeting.note_opened(ranks)
+            self._opened.append(ranks)
 
     def _reach(self, stage: Stage) -> None:
         if self._probe is not None:
@@ -694,8 +699,10 @@ class ParallelContext:
             self._children.remove(child)
 
     def _depart(self) -> None:
-        """Let receivers confirm what was sent to them."""
+        """Let members that are still opening a group finish, and receivers confirm what was sent to them."""
         self._reach(Stage.CLOSING)
+        if self._meeting is not None:
+            self._meeting.wait_until_opened(self._opened, self._config.deadlines.exit_s)
         for group in (*self._groups.values(), *self._extra_groups.values()):
             group.flush(self._config.deadlines.exit_s)
 

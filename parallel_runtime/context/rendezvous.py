@@ -38,6 +38,8 @@ _LONGEST_PAUSE_S = 0.05
 _SURVIVORS = "survivors"
 _KEPT = "kept"
 """Set where a member serves the store and waits for the others, so that the keys go with the store itself."""
+_ETP_SOURCES = frozenset({"tp", "cp", "dp", "ep"})
+"""Settings that etp follows from where it is left out: where they differ, it goes without saying."""
 _SETTLE_S = 1.0
 """How long a difference between ranks waits for the others, so that the odd one can be told from the majority."""
 
@@ -149,6 +151,33 @@ class Meeting:
             self.room.set(f"{topic}/{self.rank}", "here")
         except RuntimeError as error:
             raise RendezvousError(f"the store in which the ranks meet is gone: {_first_line(error)}") from error
+
+    def note_opened(self, ranks: Sequence[int]) -> None:
+        """Tell the other members of a group that this rank has it open.
+
+        Args:
+            ranks: Of the group.
+
+        Raises:
+            RendezvousError: The store is gone.
+        """
+        self.arrive(f"opened/{_name_ranks(ranks)}")
+
+    def wait_until_opened(self, groups: Sequence[Sequence[int]], timeout_s: float) -> None:
+        """Stay until every member has its groups open, or has left: one that is still connecting needs this rank's end.
+
+        Args:
+            groups: Ranks of each.
+            timeout_s: Longest wait in seconds. A store that is gone ends it, too.
+        """
+        deadline = time.monotonic() + timeout_s
+        keys = {f"opened/{_name_ranks(ranks)}/{rank}": rank for ranks in groups for rank in ranks}
+        with suppress(RuntimeError):
+            while keys and not wait_for_keys(self.room, list(keys), min(_SLICE_S, deadline - time.monotonic())):
+                if time.monotonic() >= deadline:
+                    return
+                left = {rank for rank in set(keys.values()) if self.room.check([f"left/{rank}"])}
+                keys = {key: rank for key, rank in keys.items() if rank not in left}
 
     def absent(self, topic: str, ranks: Sequence[int]) -> dict[int, str]:
         """Who did not come to it, and why.
@@ -450,6 +479,8 @@ def _refuse_second_process(previous_room: Store, member: Member) -> None:
 
 def _describe_odd(member: Member, usual: Member, reference: str) -> str:
     names = sorted(name for name in {*member.settings, *usual.settings} if member.settings.get(name) != usual.settings.get(name))
+    if "etp" in names and not _ETP_SOURCES.isdisjoint(names):
+        names.remove("etp")
     has, others = (", ".join(f"{name}={who.settings.get(name)}" for name in names) for who in (member, usual))
     return f"rank {member.rank} on host {member.host} has {has} where {reference} {others}"
 

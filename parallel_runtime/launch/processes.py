@@ -14,7 +14,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Final, Generic, NoReturn, Self, TypeVar, final
 
-from parallel_runtime.comm.c10d import HostedStore, listen_store
+from parallel_runtime.comm.c10d import HostedStore, listen_store, need_descriptors
 from parallel_runtime.config.addresses import is_loopback
 from parallel_runtime.config.environment import current_environ
 from parallel_runtime.config.parallel_config import ParallelConfig
@@ -40,6 +40,8 @@ __all__ = ["LocalRanks", "check_startable", "check_timeout", "launch", "threads_
 
 _T = TypeVar("_T")
 
+_OWN_DESCRIPTORS: Final = 24
+_RANK_DESCRIPTORS: Final = 4
 _MOST_THREADS: Final = 1024
 _PRELOAD = ("torch", "parallel_runtime.launch.rank_process")
 
@@ -106,6 +108,8 @@ class LocalRanks(Generic[_T]):
         call, handles = pack_call(self._fn, self._args)
         with ExitStack() as stack:
             stack.callback(close_all, fill_standard_descriptors())
+            world_size = self._config.world_size
+            need_descriptors(_OWN_DESCRIPTORS + _RANK_DESCRIPTORS * world_size, f"to start {world_size} ranks")
             job = self._make_job(call, stack)
             self._start(job, handles, stack)
             self._stack = stack.pop_all()
@@ -250,7 +254,7 @@ def launch(
     Raises:
         ArgumentError: ``fn`` cannot be called, ``config`` is no config, ``timeout_s`` is not a number of seconds, ``host`` is not
             on loopback, or ``pin`` is unknown.
-        ConfigError: The config is for threads, or does not number its ranks from 0.
+        ConfigError: The config is for threads, does not number its ranks from 0, or needs more file descriptors than there are.
         LauncherEnvironmentError: ``OMP_NUM_THREADS`` is not a number of threads.
         LaunchError: Nothing was started: the call cannot be pickled, the script has no main guard, this process is a rank itself,
             a log file cannot be opened. Or the ranks did not start, or did not finish in time.

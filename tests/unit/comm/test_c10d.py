@@ -1,6 +1,7 @@
 """Groups straight from a store, the stores, and what gloo's errors become."""
 
 import gc
+import resource
 import threading
 from datetime import timedelta
 from pathlib import Path
@@ -22,7 +23,7 @@ from parallel_runtime.comm import (
     prefix_store,
     wrap,
 )
-from parallel_runtime.errors import ArgumentError, PeerError, PeerLostError, PeerTimeoutError
+from parallel_runtime.errors import ArgumentError, ConfigError, PeerError, PeerLostError, PeerTimeoutError
 from tests.spmd.worlds import World
 
 
@@ -173,3 +174,28 @@ def test_a_member_whose_operation_failed_releases_those_that_wait_for_it() -> No
                 over.set()
 
     World("gloo")(3, body)
+
+
+def test_too_few_descriptors_are_told_at_once() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    gc.collect()
+    in_use = psutil.Process().num_fds()
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (in_use + 4, hard))
+        with pytest.raises(ConfigError, match=r"to serve a store, 12 free file descriptors are needed, .* by ulimit -n"):
+            listen_store()
+        assert psutil.Process().num_fds() == in_use
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+        with pytest.raises(ConfigError, match="to reach a store, 2 free file descriptors"):
+            connect_store("127.0.0.1", 1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_store_that_does_not_come_up_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: object, **options: object) -> None:
+        raise RuntimeError("Failed to init uv loop\nmore")
+
+    monkeypatch.setattr("parallel_runtime.comm.c10d.c10d.TCPStore", fail)
+    with pytest.raises(PeerError, match=r"a store on 127.0.0.1:\d+ does not come up: Failed to init uv loop$"):
+        listen_store()

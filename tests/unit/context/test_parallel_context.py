@@ -319,3 +319,66 @@ def test_groups_are_asked_for_by_name() -> None:
             ctx.group([])  # type: ignore[arg-type]  # what is tested
         with pytest.raises(ArgumentError, match=r"axis must be a str, got \['tp'\] \(list\)"):
             ctx.open_group(["tp"])  # type: ignore[arg-type]  # what is tested
+
+
+class Gate:
+    """Rank 1 finishes opening only once rank 0 means to close."""
+
+    def __init__(self, rank: int, is_closing: threading.Event, has_left: threading.Event, events: list[str]) -> None:
+        self._rank = rank
+        self._is_closing = is_closing
+        self._has_left = has_left
+        self._events = events
+
+    def at(self, stage: Stage) -> None:
+        if self._rank == 0 and stage is Stage.CLOSING:
+            self._is_closing.set()
+
+    def connected(self, ranks: tuple[Rank, ...], connection: Connection) -> Connection:
+        if self._rank == 1:
+            assert self._is_closing.wait(30)
+            self._has_left.wait(0.3)
+            self._events.append("rank 1 has opened")
+        return connection
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("shm", ["on", "off"])
+def test_a_rank_that_is_done_at_once_stays_until_its_peers_have_opened(shm: str) -> None:
+    store, events = hash_store(), list[str]()
+    is_closing, has_left = threading.Event(), threading.Event()
+
+    def body(ctx: ParallelContext) -> None:
+        probe = Gate(ctx.rank, is_closing, has_left, events)
+        with ParallelContext(ctx.config, identity=ctx.identity, store=store, probe=probe):
+            pass
+        if ctx.rank == 0:
+            events.append("rank 0 has left")
+            has_left.set()
+
+    run_threads(body, ParallelConfig.model_validate({"tp": 2, "backend": "gloo", "shm": shm}), timeout_s=50)
+    assert events == ["rank 1 has opened", "rank 0 has left"]
+
+
+@pytest.mark.timeout(60)
+def test_a_rank_that_failed_to_open_holds_up_nobody() -> None:
+    store = hash_store()
+
+    class Trip:
+        def at(self, stage: Stage) -> None:
+            """Nothing happens here."""
+
+        def connected(self, ranks: tuple[Rank, ...], connection: Connection) -> Connection:
+            raise ValueError("boom-46")
+
+    def body(ctx: ParallelContext) -> None:
+        inner = ParallelContext(ctx.config, identity=ctx.identity, store=store, probe=Trip() if ctx.rank == 1 else None)
+        if ctx.rank == 0:
+            with inner:
+                pass
+        else:
+            with pytest.raises(ValueError, match="boom-46"):
+                inner.__enter__()
+
+    config = ParallelConfig(tp=2, backend="gloo", deadlines=Deadlines(exit_s=1000))
+    run_threads(body, config, timeout_s=50)

@@ -133,6 +133,11 @@ def test_every_setting_that_differs_is_named() -> None:
     )
 
 
+def test_what_follows_from_other_settings_is_left_out() -> None:
+    assert compare_members([member(0), member(1), member(2, tp=1, etp=1)]).endswith("has tp=1 where the others have tp=2")
+    assert compare_members([member(0), member(1), member(2, etp=1)]).endswith("has etp=1 where the others have etp=None")
+
+
 def test_a_rank_that_is_there_twice_is_named_on_every_rank() -> None:
     first, second = member(0, host="a", pid=812), member(0, host="b", pid=4711)
     outcomes = meet(hash_store(), [first, second, member(1)], world_size=3, timeout_s=30.0)

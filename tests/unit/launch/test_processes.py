@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import pickle
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -121,6 +122,16 @@ def test_a_working_directory_that_was_removed_is_told(tmp_path: Path, monkeypatc
     gone.rmdir()
     with pytest.raises(LaunchError, match="the working directory of this process, which was removed; change to one"):
         launch(nothing, ParallelConfig())
+
+
+def test_too_few_descriptors_are_told_at_once() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 5, hard))
+    try:
+        with pytest.raises(ConfigError, match=r"to start 2 ranks, 32 free file descriptors are needed, .* by ulimit -n"):
+            launch(nothing, ParallelConfig(tp=2), timeout_s=5)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 class Leave:
