@@ -4,11 +4,13 @@ Front process to a leader: ``Submit``, ``Abort``, ``Shutdown``, ``Wake``. Leader
 ``Rejected``. Leader to the other ranks of its replica: one ``Step`` per turn of the loop.
 """
 
+import difflib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import StrEnum
 from math import isfinite
-from typing import TypeAlias
+from types import MappingProxyType
+from typing import Any, TypeAlias
 
 import msgspec
 
@@ -47,7 +49,33 @@ class FinishReason(StrEnum):
     ABORT = "abort"
 
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+_OTHER_NAMES = MappingProxyType(
+    {
+        **dict.fromkeys(("max_tokens", "max_length", "max_completion_tokens"), "max_new_tokens"),
+        **dict.fromkeys(("stop", "stop_strings", "eos_token_id"), "stop_token_ids"),
+        "random_seed": "seed",
+    }
+)
+
+
+class _ByName(msgspec.StructMeta):
+    """Says which setting is meant where an instance is made with a name that other projects use."""
+
+    def __call__(self, *unnamed: object, **values: object) -> Any:
+        known = self.__struct_fields__
+        if unnamed:
+            raise RequestError(
+                f"{self.__name__} takes no values without names; give them by name: {self.__name__}({known[0]}=...)"
+            )
+        for name in values:
+            if name not in known:
+                close = _OTHER_NAMES.get(name) or next(iter(difflib.get_close_matches(name, known, n=1)), None)
+                hint = f"did you mean {close!r}?" if close else f"it has {', '.join(known)}"
+                raise RequestError(f"{self.__name__} has no setting {name!r}; {hint}")
+        return super().__call__(**values)
+
+
+class SamplingParams(msgspec.Struct, metaclass=_ByName, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How the tokens of one request are chosen and when it ends.
 
     Attributes:
@@ -61,7 +89,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         ignore_eos: Go on after the model's end-of-sequence token.
 
     Raises:
-        RequestError: A value has another type or is outside its range; nothing is converted.
+        RequestError: There is no such setting, or a value has another type or is outside its range; nothing is converted.
     """
 
     max_new_tokens: int = 64

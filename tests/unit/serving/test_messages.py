@@ -1,5 +1,7 @@
 """Messages: checked values, and bytes that come back as they went."""
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -51,6 +53,23 @@ def test_front_messages_come_back(message: FrontMessage) -> None:
 )
 def test_leader_messages_come_back(message: LeaderMessage) -> None:
     assert decode_leader(encode(message)) == message
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("max_tokens", "did you mean 'max_new_tokens'"),
+        ("stop", "did you mean 'stop_token_ids'"),
+        ("temprature", "did you mean 'temperature'"),
+        ("zz", "it has max_new_tokens, temperature, "),
+    ],
+)
+def test_a_setting_of_another_name_is_told_ours(name: str, hint: str) -> None:
+    values: dict[str, Any] = {name: 1}
+    with pytest.raises(RequestError, match=f"SamplingParams has no setting '{name}'; {hint}"):
+        SamplingParams(**values)
+    with pytest.raises(RequestError, match=r"give them by name: SamplingParams\(max_new_tokens=\.\.\.\)"):
+        SamplingParams(3)  # type: ignore[call-arg]  # what is tested
 
 
 def test_foreign_bytes_are_refused() -> None:
