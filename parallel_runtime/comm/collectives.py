@@ -15,6 +15,7 @@ from parallel_runtime.comm.core import GroupCore
 from parallel_runtime.comm.tensors import (
     Reduction,
     check_out,
+    check_strided,
     check_writable,
     dense,
     fold,
@@ -67,7 +68,7 @@ class Collectives:
     def all_reduce_(self, tensor: Tensor, op: ReduceOp | str, timeout_s: float | None) -> Tensor:
         """Combine in place."""
         core = self._core
-        plan = self._reductions.get((tensor.dtype, op)) or self._plan(tensor, op, "all_reduce_")
+        plan = self._reduction(tensor, op, "all_reduce_")
         limit_s = core.collective_s if timeout_s is None else core.deadline(timeout_s, 0.0)
         if plan.view is None and self._is_simple(tensor):
             core.run("all_reduce_", tensor, core.communicator.all_reduce_, tensor, plan.op, limit_s)
@@ -81,7 +82,7 @@ class Collectives:
     def all_reduce(self, tensor: Tensor, op: ReduceOp | str, out: Tensor | None, timeout_s: float | None) -> Tensor:
         """Combine into a new tensor, or ``out``."""
         core = self._core
-        plan = self._reductions.get((tensor.dtype, op)) or self._plan(tensor, op, "all_reduce")
+        plan = self._reduction(tensor, op, "all_reduce")
         limit_s = core.deadline(timeout_s, core.collective_s)
         if out is None and plan.view is None and self._is_simple(tensor):
             work = tensor.clone()
@@ -110,7 +111,7 @@ class Collectives:
         direct = _buffer(out, shape, payload, "all_gather") if dim == 0 else None
         target = payload.new_empty(stacked) if direct is None else direct.view(stacked)
         moved = movable(payload)
-        self._agreed("all_gather", tensor, (dim,), core.communicator.all_gather, _rows(target, moved), moved, limit_s)
+        self._agreed("all_gather", tensor, ("dim", dim), core.communicator.all_gather, _rows(target, moved), moved, limit_s)
         return _deliver(out, direct if direct is not None else _merged(target, dim, shape))
 
     def all_gatherv(
@@ -137,7 +138,7 @@ class Collectives:
     def reduce_scatter(self, tensor: Tensor, dim: int, op: ReduceOp | str, out: Tensor | None, timeout_s: float | None) -> Tensor:
         """Combine and keep this member's share along ``dim``."""
         core = self._core
-        plan = self._reductions.get((tensor.dtype, op)) or self._plan(tensor, op, "reduce_scatter")
+        plan = self._reduction(tensor, op, "reduce_scatter")
         limit_s = core.deadline(timeout_s, core.collective_s)
         payload = self._dense(tensor)
         dim = _real_dim(dim, payload, "reduce_scatter")
@@ -150,7 +151,7 @@ class Collectives:
         rows = _split_rows(payload, dim, world_size)
         output = _buffer(out, tuple(rows.shape[1:]), payload, "reduce_scatter")
         args = (plan.apply(output), plan.apply(rows), plan.op, limit_s)
-        self._agreed("reduce_scatter", tensor, (dim, str(op)), core.communicator.reduce_scatter, *args)
+        self._agreed("reduce_scatter", tensor, (str(plan.op), "dim", dim), core.communicator.reduce_scatter, *args)
         return _deliver(out, output)
 
     def reduce_scatterv(
@@ -158,7 +159,7 @@ class Collectives:
     ) -> Tensor:
         """Combine and keep a share whose size along ``dim`` differs between members."""
         core = self._core
-        plan = self._reductions.get((tensor.dtype, op)) or self._plan(tensor, op, "reduce_scatterv")
+        plan = self._reduction(tensor, op, "reduce_scatterv")
         limit_s = core.deadline(timeout_s, core.collective_s)
         payload = self._dense(tensor)
         dim = _real_dim(dim, payload, "reduce_scatterv")
@@ -170,7 +171,7 @@ class Collectives:
         shape = _resized(payload, dim, sizes[core.communicator.rank_in_group])
         output = _buffer(out, shape, payload, "reduce_scatterv")
         args = ([movable(row) for row in received], [movable(piece) for piece in pieces], limit_s)
-        agreed = (tensor.dtype, tuple(tensor.shape), dim, str(plan.op), tuple(sizes))
+        agreed = (str(plan.op), "dim", dim, "sizes", tuple(sizes), tensor.dtype, tuple(tensor.shape))
         core.run_agreed("reduce_scatterv", tensor, agreed, core.communicator.all_to_allv, *args)
         plan.apply(output).copy_(fold(received, plan.op))
         return _deliver(out, output)
@@ -192,7 +193,7 @@ class Collectives:
         pieces = [piece.contiguous() for piece in torch.split(payload, [part] * world_size, split_dim)]
         joined = _Joined(pieces[0], [pieces[0].shape[concat_dim]] * world_size, concat_dim, out, "all_to_all")
         args = ([movable(piece) for piece in joined.pieces], [movable(piece) for piece in pieces], limit_s)
-        self._agreed("all_to_all", tensor, (split_dim, concat_dim), core.communicator.all_to_allv, *args)
+        self._agreed("all_to_all", tensor, ("dims", split_dim, concat_dim), core.communicator.all_to_allv, *args)
         return joined.result()
 
     def all_to_allv(
@@ -235,9 +236,9 @@ class Collectives:
         if self._is_simple(tensor) and movable(tensor) is tensor:
             core.run("broadcast_", tensor, core.communicator.broadcast_, tensor, src, limit_s)
             return tensor
-        check_writable(tensor, "broadcast_")
         work = self._dense(tensor)
-        self._agreed("broadcast_", tensor, (src,), core.communicator.broadcast_, movable(work), src, limit_s)
+        check_writable(tensor, "broadcast_")
+        self._agreed("broadcast_", tensor, ("from member", src), core.communicator.broadcast_, movable(work), src, limit_s)
         return tensor if src == core.communicator.rank_in_group else _put_back(tensor, work)
 
     def broadcast(self, tensor: Tensor, src: int, timeout_s: float | None) -> Tensor:
@@ -247,19 +248,19 @@ class Collectives:
         core.member(src, "src")
         payload = self._dense(tensor)
         work = _copy(tensor, payload) if src == core.communicator.rank_in_group else torch.empty_like(payload)
-        self._agreed("broadcast", tensor, (src,), core.communicator.broadcast_, movable(work), src, limit_s)
+        self._agreed("broadcast", tensor, ("from member", src), core.communicator.broadcast_, movable(work), src, limit_s)
         return work
 
     def reduce(self, tensor: Tensor, dst: int, op: ReduceOp | str, out: Tensor | None, timeout_s: float | None) -> Tensor | None:
         """Combine on ``dst``."""
         core = self._core
-        plan = self._reductions.get((tensor.dtype, op)) or self._plan(tensor, op, "reduce")
+        plan = self._reduction(tensor, op, "reduce")
         limit_s = core.deadline(timeout_s, core.collective_s)
         at_dst = core.member(dst, "dst") == core.communicator.rank_in_group
         payload = self._dense(tensor)
         output = _buffer(out, tuple(payload.shape), payload, "reduce") if at_dst else None
         args = (None if output is None else plan.apply(output), plan.apply(payload), dst, plan.op, limit_s)
-        self._agreed("reduce", tensor, (dst, str(op)), core.communicator.reduce, *args)
+        self._agreed("reduce", tensor, ("to member", dst, str(plan.op)), core.communicator.reduce, *args)
         return None if output is None else _deliver(out, output)
 
     def gather(self, tensor: Tensor, dst: int, dim: int, out: Tensor | None, timeout_s: float | None) -> Tensor | None:
@@ -276,7 +277,7 @@ class Collectives:
         target = payload.new_empty((world_size, *payload.shape)) if at_dst else None
         moved = movable(payload)
         outputs = None if target is None else list(_rows(target, moved))
-        self._agreed("gather", tensor, (dst, dim), core.communicator.gather, outputs, moved, dst, limit_s)
+        self._agreed("gather", tensor, ("to member", dst, "dim", dim), core.communicator.gather, outputs, moved, dst, limit_s)
         return None if target is None else _deliver(out, _merged(target, dim, shape))
 
     def scatter(
@@ -311,7 +312,9 @@ class Collectives:
         output = _buffer(out, shape, like, "scatter")
         inputs = None if rows is None else [movable(row) for row in rows]
         if output.numel():
-            core.run_agreed("scatter", output, (src,), core.communicator.scatter, movable(output), inputs, src, limit_s)
+            core.run_agreed(
+                "scatter", output, ("from member", src), core.communicator.scatter, movable(output), inputs, src, limit_s
+            )
         return _deliver(out, output)
 
     def barrier(self, timeout_s: float | None) -> None:
@@ -345,15 +348,24 @@ class Collectives:
                 and not tensor.requires_grad
                 and not core.checked
                 and type(tensor) is Tensor
+                and not tensor.is_nested
             )
-        except AttributeError:  # no tensor at all; the usual way says so
+        except (AttributeError, RuntimeError):  # no tensor at all, or a sparse one; the usual way says so
             return False
 
     def _dense(self, tensor: Tensor) -> Tensor:
         """``tensor`` as a communicator takes it."""
         return dense(self._core.on_device(tensor))
 
+    def _reduction(self, tensor: Tensor, op: ReduceOp | str, operation: str) -> Reduction:
+        try:
+            plan = self._reductions.get((tensor.dtype, op))
+        except (AttributeError, TypeError):  # no tensor, or an op that cannot be looked up; the plan says so
+            plan = None
+        return plan or self._plan(tensor, op, operation)
+
     def _plan(self, tensor: Tensor, op: ReduceOp | str, operation: str) -> Reduction:
+        check_strided(self._core.on_device(tensor))
         plan = reduction(tensor.dtype, op, operation)
         if plan.view is None and not self._core.communicator.supports(Operation.ALL_REDUCE, tensor.dtype, tensor.nbytes):
             raise DtypeError(f"{operation}: {self._core.communicator.kind} has no arithmetic on {tensor.dtype}; convert it first")
@@ -368,7 +380,7 @@ class Collectives:
     ) -> None:
         """Run an operation whose tensor has one shape and dtype on all members; an empty one moves nothing."""
         run = call if tensor.numel() else _nothing
-        self._core.run_agreed(operation, tensor, (tensor.dtype, tuple(tensor.shape), *agreed), run, *args)
+        self._core.run_agreed(operation, tensor, (*agreed, tensor.dtype, tuple(tensor.shape)), run, *args)
 
     def _exchange(self, operation: str, values: list[int], fault: str, limit_s: float) -> list[list[int]]:
         """Every member's ``values``; where one of them has a fault, all raise."""
@@ -462,7 +474,7 @@ def _resized(tensor: Tensor, dim: int, size: int) -> tuple[int, ...]:
 
 def _loose(tensor: Tensor, dim: int, sizes: tuple[int, ...]) -> tuple[object, ...]:
     """What members agree on where their sizes along ``dim`` differ."""
-    return (tensor.dtype, _resized(tensor, dim, -1), dim, sizes)
+    return ("dim", dim, "sizes", sizes, tensor.dtype, _resized(tensor, dim, -1))
 
 
 def _real_dim(dim: int, tensor: Tensor, operation: str) -> int:

@@ -234,7 +234,7 @@ class GroupCoordinator:
         core = self._core
         limit_s = core.deadline(timeout_s, core.spec.timeouts.control_s)
         size = tuple(shape)
-        tensor = core.run_agreed("symmetric_empty", None, (size, dtype), core.communicator.symmetric_empty, size, dtype, limit_s)
+        tensor = core.run_agreed("symmetric_empty", None, (dtype, size), core.communicator.symmetric_empty, size, dtype, limit_s)
         return torch.empty(size, dtype=dtype, device=core.spec.device) if tensor is None else tensor
 
     def describe(self) -> str:

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from hashlib import blake2b
 from time import perf_counter
 from typing import Final, TypeVar, final
 
@@ -9,8 +10,8 @@ import torch
 from torch import Tensor
 
 from parallel_runtime.comm.communicator import Communicator
-from parallel_runtime.comm.diagnosis import Failure, odd_members
-from parallel_runtime.comm.groups import GroupSpec
+from parallel_runtime.comm.diagnosis import Failure, different_operations, odd_members
+from parallel_runtime.comm.groups import GroupSpec, check_seconds
 from parallel_runtime.comm.recorder import Entry, describe
 from parallel_runtime.errors import ArgumentError, CollectiveMismatchError, ContextStateError, GroupBusyError, PeerError
 
@@ -114,20 +115,23 @@ class GroupCore:
         """
         if not self.checked:
             return self.run(operation, tensor, call, *args)
-        result: _T = self.run(operation, tensor, self._checked, f"{operation}{agreed}", call, args)
+        result: _T = self.run(operation, tensor, self._checked, _fingerprint(operation, agreed), call, args)
         return result
 
     def _checked(self, fingerprint: str, call: Callable[..., _T], args: tuple[object, ...]) -> _T:
         mine = torch.zeros(_FINGERPRINT_BYTES, dtype=torch.uint8)
-        text = fingerprint.replace("torch.", "").encode()[:_FINGERPRINT_BYTES]
+        text = fingerprint.encode()
+        if len(text) > _FINGERPRINT_BYTES:
+            ending = f"... #{blake2b(text, digest_size=8).hexdigest()}".encode()
+            text = text[: _FINGERPRINT_BYTES - len(ending)] + ending
         mine[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         rows = mine.new_empty((self.control.world_size, _FINGERPRINT_BYTES))
         self.control.all_gather(rows, mine, self.spec.timeouts.control_s)
         if not bool((rows == mine).all()):
             entered = [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in rows]
-            table = "; ".join(f"member {member} entered {what}" for member, what in enumerate(entered))
-            error = CollectiveMismatchError(f"the members entered different operations: {table}")
-            error.members = odd_members(dict(enumerate(entered)), self.control.rank_in_group)
+            said = dict(enumerate(entered))
+            error = CollectiveMismatchError(different_operations(said, self.spec.ranks))
+            error.members = odd_members(said, self.control.rank_in_group)
             raise error
         return call(*args)
 
@@ -186,13 +190,11 @@ class GroupCore:
         """``timeout_s``, or the group's own deadline where it is ``None``.
 
         Raises:
-            ArgumentError: ``timeout_s`` is not positive.
+            ArgumentError: ``timeout_s`` is no positive number, or longer than thirty years.
         """
         if timeout_s is None:
             return default_s
-        if not timeout_s > 0:
-            raise ArgumentError(f"timeout_s={timeout_s} must be a positive number of seconds")
-        return timeout_s
+        return check_seconds(timeout_s, "timeout_s")
 
     @property
     def is_foreign(self) -> bool:
@@ -225,3 +227,9 @@ class GroupCore:
             f"{operation} on group {self.name} while another thread is inside {inside}; use one thread per group, "
             "or ctx.duplicate() for a second one"
         )
+
+
+def _fingerprint(operation: str, agreed: tuple[object, ...]) -> str:
+    """What a member entered, like ``"reduce to member 0 sum float32[2, 2]"``."""
+    parts = (str(list(part)) if isinstance(part, tuple) else f" {str(part).removeprefix('torch.')}" for part in agreed)
+    return operation + "".join(parts)

@@ -8,7 +8,21 @@ from typing import final
 
 from parallel_runtime.errors import PeerError
 
-__all__ = ["Diagnostician", "Failure", "last_in_line", "odd_members"]
+__all__ = ["Diagnostician", "Failure", "different_operations", "last_in_line", "odd_members"]
+
+
+def different_operations(said: Mapping[int, str], ranks: Sequence[int]) -> str:
+    """The text of the error where the members of a group entered different operations.
+
+    Args:
+        said: What each member that has come entered.
+        ranks: World ranks of the group, in group order.
+
+    Returns:
+        One sentence that names ranks.
+    """
+    entered = "; ".join(f"rank {ranks[member]} entered {what}" for member, what in sorted(said.items()))
+    return f"the members entered different operations: {entered}"
 
 
 def odd_members(said: Mapping[int, str], member: int) -> tuple[int, ...]:

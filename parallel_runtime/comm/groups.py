@@ -1,14 +1,34 @@
 """What a group is opened from: plain data, equal in meaning on every member."""
 
 from dataclasses import dataclass, field
-from typing import final
+from typing import Final, final
 
 import torch
 
 from parallel_runtime.errors import ArgumentError
 from parallel_runtime.terms import Rank, RankInGroup
 
-__all__ = ["GroupSpec", "GroupTimeouts"]
+__all__ = ["GroupSpec", "GroupTimeouts", "check_seconds"]
+
+_LONGEST_S: Final = 1e9
+
+
+def check_seconds(seconds: float, word: str) -> float:
+    """Check a deadline.
+
+    Args:
+        seconds: What a caller handed over.
+        word: Its name, for the error.
+
+    Returns:
+        ``seconds``.
+
+    Raises:
+        ArgumentError: It is no positive number, or longer than thirty years.
+    """
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds <= _LONGEST_S:
+        raise ArgumentError(f"{word}={seconds!r} must be a positive number of seconds, at most {_LONGEST_S:.0f}")
+    return seconds
 
 
 @final
@@ -20,11 +40,18 @@ class GroupTimeouts:
         collective_s: Of collectives on tensors.
         control_s: Of messages and barriers.
         p2p_s: Of one send or receive.
+
+    Raises:
+        ArgumentError: One of them is no positive number, or longer than thirty years.
     """
 
     collective_s: float = 120.0
     control_s: float = 120.0
     p2p_s: float = 120.0
+
+    def __post_init__(self) -> None:
+        for word in ("collective_s", "control_s", "p2p_s"):
+            check_seconds(getattr(self, word), word)
 
 
 @final

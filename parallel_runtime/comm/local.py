@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from parallel_runtime.comm.communicator import Communicator, Operation, ReduceOp, Work
-from parallel_runtime.comm.diagnosis import last_in_line, odd_members
+from parallel_runtime.comm.diagnosis import different_operations, last_in_line, odd_members
 from parallel_runtime.comm.tensors import fold
 from parallel_runtime.errors import ArgumentError, CollectiveMismatchError, PeerError, PeerLostError, PeerTimeoutError
 
@@ -327,8 +327,8 @@ class LocalCommunicator(Communicator):
             slot = group.slots.setdefault(index, _Slot())
             slot.entries[self.rank_in_group] = (what, brought)
             if slot.error is None and any(other != what for other, _ in slot.entries.values()):
-                entered = "; ".join(f"rank {group.ranks[m]} entered {text}" for m, (text, _) in sorted(slot.entries.items()))
-                slot.error = CollectiveMismatchError(f"the members entered different operations: {entered}")
+                said = {member: text for member, (text, _) in slot.entries.items()}
+                slot.error = CollectiveMismatchError(different_operations(said, group.ranks))
             hub._moved()
             wait = _Wait(
                 self._rank,

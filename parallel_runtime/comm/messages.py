@@ -91,14 +91,14 @@ class Messages:
         core = self._core
         limit_s = core.deadline(timeout_s, core.spec.timeouts.control_s)
         if core.member(src, "src") != core.control.rank_in_group:
-            body = core.run_agreed(operation, None, (src,), self._receive_from, src, limit_s)
+            body = core.run_agreed(operation, None, ("from member", src), self._receive_from, src, limit_s)
             return unpack(body, f"{core.name} {operation}: member {src}", pickle=pickle)
         if want_dict and not isinstance(value, dict):
             wrong = ArgumentError(f"{operation}: expected a dict, got {type(value).__name__}")
             outcome = failed(wrong)
         else:
             outcome = attempt(value, pickle=pickle)
-        core.run_agreed(operation, None, (src,), self._send_to_all, outcome, src, limit_s)
+        core.run_agreed(operation, None, ("from member", src), self._send_to_all, outcome, src, limit_s)
         if outcome.error is not None:
             raise outcome.error
         return value

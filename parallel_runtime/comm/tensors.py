@@ -12,6 +12,7 @@ __all__ = [
     "Reduction",
     "as_bytes",
     "check_out",
+    "check_strided",
     "check_writable",
     "dense",
     "fold",
@@ -82,18 +83,29 @@ def reduction(dtype: torch.dtype, op: ReduceOp | str, operation: str) -> Reducti
     raise DtypeError(f"{operation}: {op} of {name} is not supported; convert to a dtype with that arithmetic (float32) first")
 
 
+def check_strided(tensor: Tensor) -> None:
+    """Refuse what has no plain memory.
+
+    Raises:
+        ArgumentError: It is no tensor, or a sparse, nested or quantized one.
+    """
+    if not isinstance(tensor, Tensor):
+        raise ArgumentError(f"expected a tensor, got {type(tensor).__name__}")
+    if tensor.is_nested:
+        raise ArgumentError(f"expected a strided tensor, got a nested one of {tensor.dtype}; send its values() and offsets")
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        raise ArgumentError(
+            f"expected a strided tensor, got {tensor.layout} {tensor.dtype}; convert it with to_dense() or dequantize()"
+        )
+
+
 def dense(tensor: Tensor) -> Tensor:
     """``tensor`` without its graph, contiguous; the same memory where it already is.
 
     Raises:
         ArgumentError: It is no tensor, or not a strided one.
     """
-    if not isinstance(tensor, Tensor):
-        raise ArgumentError(f"expected a tensor, got {type(tensor).__name__}")
-    if tensor.layout is not torch.strided or tensor.is_quantized:
-        raise ArgumentError(
-            f"expected a strided tensor, got {tensor.layout} {tensor.dtype}; convert it with to_dense() or dequantize()"
-        )
+    check_strided(tensor)
     if tensor.requires_grad:
         tensor = tensor.detach()
     if tensor.is_conj() or tensor.is_neg():
@@ -128,8 +140,9 @@ def check_writable(tensor: Tensor, operation: str) -> None:
     """Refuse a tensor several of whose elements share memory, since it cannot be written in place.
 
     Raises:
-        ArgumentError: It is an expanded tensor.
+        ArgumentError: It is an expanded tensor, or none that can be written.
     """
+    check_strided(tensor)
     if tensor.numel() and any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
         raise ArgumentError(
             f"{operation}: cannot write into an expanded tensor, shape {list(tensor.shape)} strides {tensor.stride()}"
@@ -143,6 +156,7 @@ def check_out(out: Tensor, shape: tuple[int, ...], like: Tensor, operation: str)
         ArgumentError: Its shape or device is wrong, or it cannot be written.
         DtypeError: Its dtype is not that of the input.
     """
+    check_strided(out)
     if tuple(out.shape) != tuple(shape):
         raise ArgumentError(f"{operation}: out has shape {list(out.shape)}, the result has {list(shape)}")
     if out.dtype is not like.dtype:

@@ -4,7 +4,11 @@ import copy
 import os
 import pickle
 import threading
+from functools import partial
+from itertools import product
+from typing import Any
 
+import numpy
 import pytest
 import torch
 
@@ -144,12 +148,18 @@ def test_a_group_of_another_process_is_not_closed_here() -> None:
 @KINDS
 def test_a_checked_group_compares_before_it_runs(kind: str) -> None:
     def body(group: GroupCoordinator) -> None:
-        with pytest.raises(CollectiveMismatchError, match=r"member 0 entered all_reduce.*member 1 entered broadcast"):
+        with pytest.raises(
+            CollectiveMismatchError,
+            match=r"rank 0 entered all_reduce sum float32\[2\]; rank 1 entered broadcast from member 0 float32\[2\] ",
+        ):
             (group.all_reduce if group.is_first_rank else group.broadcast)(torch.ones(2))
-        with pytest.raises(CollectiveMismatchError, match=r"\(2,\).*\(3,\)"):
+        with pytest.raises(CollectiveMismatchError, match=r"float32\[2\].*float32\[3\]"):
             group.all_reduce_(torch.ones(2 if group.is_first_rank else 3))
         with pytest.raises(CollectiveMismatchError, match=r"sum.*max"):
             group.all_reduce(torch.ones(2), "sum" if group.is_first_rank else "max")
+        rows = torch.ones([1] * 200 if group.is_first_rank else [1] * 199 + [2])
+        with pytest.raises(CollectiveMismatchError, match=r"\.\.\. #[0-9a-f]{16}; rank 1 .*\.\.\. #[0-9a-f]{16} \["):
+            group.broadcast(rows)
         assert group.all_reduce(torch.ones(2)).tolist() == [2, 2]
         assert group.broadcast_object(1) == 1
 
@@ -172,8 +182,10 @@ def test_aliases_share_lock_sequence_and_end() -> None:
 
 
 @KINDS
+@pytest.mark.filterwarnings("ignore:.*(nested tensors|Sparse CSR).*:UserWarning")
 def test_exotic_tensors_are_refused(kind: str) -> None:
     def body(group: GroupCoordinator) -> None:
+        call: Any
         with pytest.raises(ArgumentError, match=r"expected a strided tensor, got torch.sparse_coo"):
             group.all_gather(torch.ones(2).to_sparse())
         elsewhere = torch.ones(2, device="meta")
@@ -185,6 +197,44 @@ def test_exotic_tensors_are_refused(kind: str) -> None:
             group.recv(out=elsewhere)
         with pytest.raises(ArgumentError, match="expected a tensor, got list"):
             group.all_gather([1.0])  # type: ignore[arg-type]
+        reductions: tuple[Any, ...] = (group.all_reduce_, group.all_reduce, group.reduce, group.reduce_scatter)
+        moves: tuple[Any, ...] = (group.all_gather, group.all_gatherv, group.all_to_all, group.gather, group.send)
+        moves += (group.broadcast_, group.broadcast)
+        plain, sparse = torch.ones(2), torch.ones(2, 2).to_sparse()
+        ragged = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+        for _ in range(2):  # the second time, the plan of this dtype is known
+            for call, (nothing, name) in product(
+                reductions + moves, ((None, "NoneType"), ([1], "list"), (numpy.ones(2), "ndarray"))
+            ):
+                with pytest.raises(ArgumentError, match=f"expected a tensor, got {name}"):
+                    call(nothing)
+            for call, exotic in product(reductions + moves, (sparse, torch.ones(2, 2).to_sparse_csr(), ragged)):
+                with pytest.raises(ArgumentError, match="expected a strided tensor, got"):
+                    call(exotic)
+            for call, op in product(reductions, (["sum"], None)):
+                with pytest.raises(ArgumentError, match=r"unknown op .*; use one of sum"):
+                    call(plain, op=op)
+            outs: tuple[Any, ...] = (sparse, ragged, [1.0])
+            for call, out in product((partial(group.all_reduce, plain), group.recv), outs):
+                with pytest.raises(ArgumentError, match=r"expected a (strided )?tensor, got"):
+                    call(out=out)
+            assert group.all_reduce_(torch.ones(2)).tolist() == [2, 2]
         group.barrier()
 
     World(kind)(2, body)
+
+
+@KINDS
+def test_deadlines_are_numbers_of_seconds(kind: str) -> None:
+    def body(group: GroupCoordinator) -> None:
+        x = torch.ones(1)
+        calls: tuple[Any, ...] = (group.barrier, partial(group.all_reduce_, x), group.recv, group.recv_object)
+        for call, wrong in product(calls, ("3", 1e300, float("inf"), float("nan"), True, 0, -1, [1])):
+            with pytest.raises(ArgumentError, match=r"timeout_s=.* must be a positive number of seconds, at most 10{9}"):
+                call(timeout_s=wrong)
+        group.barrier(timeout_s=1e9)
+        group.all_reduce_(x, timeout_s=10**9)
+
+    World(kind)(2, body)
+    with pytest.raises(ArgumentError, match=r"p2p_s=1e\+300 must be a positive number of seconds"):
+        GroupTimeouts(p2p_s=1e300)
