@@ -9,6 +9,7 @@ import msgspec
 
 from parallel_runtime.comm.codec import Body, decode_typed, encode_typed
 from parallel_runtime.comm.core import GroupCore
+from parallel_runtime.comm.frames import Content
 from parallel_runtime.comm.mail import MAIL_LANE, Incoming, Outcome, failed, post
 from parallel_runtime.comm.outbox import Outbox, Sending
 from parallel_runtime.comm.p2p import MAX_TAG
@@ -79,7 +80,7 @@ class Channel(Generic[_T]):
         sending = self._core.run(
             f"channel {self.name!r} send",
             None,
-            lambda: post(self._core, self._outbox, outcome, self._stream, limit_s, digest=self._digest),
+            lambda: post(self._core, self._outbox, outcome, self._stream, limit_s, Content.CHANNEL, digest=self._digest),
         )
         sending.is_watched = True
         self._sent.append(sending)
@@ -152,7 +153,7 @@ class Channel(Generic[_T]):
         self._outbox.reap()
         incoming = self._next()
         del self._core.traffic.streams.posted[self._stream]
-        return incoming.take(limit_s, self._digest)
+        return incoming.take(limit_s, Content.CHANNEL, self._digest)
 
 
 def _fits(value: object, schema: object) -> bool:

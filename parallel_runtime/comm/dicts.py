@@ -3,13 +3,14 @@
 from collections.abc import Collection
 from hashlib import blake2b
 from math import prod
-from typing import Any, final
+from typing import Any, cast, final
 
 import torch
 from torch import Tensor
 
 from parallel_runtime.comm.collectives import Collectives
 from parallel_runtime.comm.core import GroupCore
+from parallel_runtime.comm.frames import Content
 from parallel_runtime.comm.mail import MAIL_LANE, attempt, failed, post, take, unpack
 from parallel_runtime.comm.outbox import Outbox, Sending
 from parallel_runtime.comm.p2p import SendHandle, check_peer, check_tag
@@ -25,7 +26,7 @@ class TensorDicts:
 
     Raises:
         ArgumentError: The dict, the keys to slice or the group to join slices over do not fit.
-        CollectiveMismatchError: What arrived is no tensor dict, or what was to be sliced differs between members.
+        CollectiveMismatchError: What was to be sliced differs between members.
     """
 
     __slots__ = ("_core", "_outbox")
@@ -66,14 +67,9 @@ class TensorDicts:
         core = self._core
         limit_s = core.deadline(timeout_s, core.p2p_s)
         stream = (check_peer(core, src, "src", -1), check_tag(tag) + MAIL_LANE)
-        body = core.run("recv_tensor_dict", None, take, core, self._outbox, stream, limit_s)
+        body = core.run("recv_tensor_dict", None, take, core, self._outbox, stream, limit_s, Content.TENSOR_DICT)
         message = unpack(body, f"{core.name}: member {stream[0]}", pickle=False)
-        if not (isinstance(message, tuple) and len(message) == 2 and isinstance(message[0], dict)):
-            raise CollectiveMismatchError(
-                f"{core.name} recv_tensor_dict: member {stream[0]} sent an object with tag {tag}; receive it with recv_object"
-            )
-        tensors: dict[Any, Any] = message[0]
-        sliced = message[1]
+        tensors, sliced = cast(tuple[dict[Any, Any], dict[Any, Any]], message)
         for key, shape in sliced.items():
             tensors[key] = self._joined(key, tensors[key], shape, over, timeout_s)
         return tensors
@@ -97,7 +93,9 @@ class TensorDicts:
             outcome = attempt(message, pickle=False)
         except (ArgumentError, CollectiveMismatchError) as exc:
             outcome = failed(exc)
-        sending = core.run(operation, None, lambda: post(core, self._outbox, outcome, stream, limit_s, copy=copy))
+        sending = core.run(
+            operation, None, lambda: post(core, self._outbox, outcome, stream, limit_s, Content.TENSOR_DICT, copy=copy)
+        )
         if outcome.error is not None:
             raise outcome.error
         return sending

@@ -9,10 +9,22 @@ from torch import Tensor
 
 from parallel_runtime.errors import SerializationError
 
-__all__ = ["FRAME_BYTES", "Frame", "Kind", "blank_frame", "bytes_of", "has_arrived", "pack_frame", "raw_tensor", "read_frame"]
+__all__ = [
+    "FRAME_BYTES",
+    "Content",
+    "Frame",
+    "Kind",
+    "blank_frame",
+    "bytes_of",
+    "has_arrived",
+    "odd_content",
+    "pack_frame",
+    "raw_tensor",
+    "read_frame",
+]
 
 FRAME_BYTES: Final = 1024
-_HEAD: Final = struct.Struct("<B7xQQ8s")
+_HEAD: Final = struct.Struct("<BB6xQQ8s")
 _INLINE_BYTES: Final = FRAME_BYTES - _HEAD.size - 1
 
 
@@ -23,12 +35,33 @@ class Kind(IntEnum):
     ERROR = 2
 
 
+class Content(IntEnum):
+    """What the sender called a message; a receiver takes only what it asked for."""
+
+    BYTES = 0
+    TENSOR = 1
+    OBJECT = 2
+    TENSOR_DICT = 3
+    CHANNEL = 4
+    SHAPE = 5
+
+    def __str__(self) -> str:
+        words = ("bytes", "a tensor", "an object", "a tensor dict", "a message of a channel", "the shape of a scatter")
+        return words[self]
+
+
+def odd_content(sent: Content, wanted: Content) -> str:
+    """What is wrong where one side sent ``sent`` and the other one receives ``wanted``; nothing where they are the same."""
+    return "" if sent is wanted else f"the sender sent {sent}, the receiver takes {wanted}"
+
+
 @final
 class Frame(NamedTuple):
     """A frame that arrived.
 
     Attributes:
         kind: A value, or a failure of the sender with its text as body.
+        content: What the sender called it.
         length: Bytes of the body.
         sequence: Number of the message in its stream.
         digest: Of the schema; zeros where there is none.
@@ -36,6 +69,7 @@ class Frame(NamedTuple):
     """
 
     kind: Kind
+    content: Content
     length: int
     sequence: int
     digest: bytes
@@ -47,12 +81,20 @@ def blank_frame() -> Tensor:
     return torch.zeros(FRAME_BYTES, dtype=torch.uint8)
 
 
-def pack_frame(body: bytearray, *, kind: Kind = Kind.VALUE, sequence: int = 0, digest: bytes = bytes(8)) -> tuple[Tensor, bool]:
+def pack_frame(
+    body: bytearray,
+    *,
+    kind: Kind = Kind.VALUE,
+    content: Content = Content.BYTES,
+    sequence: int = 0,
+    digest: bytes = bytes(8),
+) -> tuple[Tensor, bool]:
     """Make a frame.
 
     Args:
         body: The message; the text of an error is cut to fit.
         kind: A value or an error.
+        content: What it is.
         sequence: Number in its stream.
         digest: Eight bytes.
 
@@ -62,7 +104,7 @@ def pack_frame(body: bytearray, *, kind: Kind = Kind.VALUE, sequence: int = 0, d
     if kind is Kind.ERROR:
         body = body[:_INLINE_BYTES]
     data = bytearray(FRAME_BYTES)
-    _HEAD.pack_into(data, 0, kind, len(body), sequence, digest)
+    _HEAD.pack_into(data, 0, kind, content, len(body), sequence, digest)
     follows = len(body) > _INLINE_BYTES
     if not follows:
         data[_HEAD.size : _HEAD.size + len(body)] = body
@@ -77,11 +119,11 @@ def read_frame(tensor: Tensor) -> Frame:
         SerializationError: It is no frame.
     """
     data = bytes_of(tensor)
-    kind, length, sequence, digest = _HEAD.unpack_from(data)
-    if kind not in tuple(Kind):
-        raise SerializationError(f"a message arrived damaged: its first byte is {kind}")
+    kind, content, length, sequence, digest = _HEAD.unpack_from(data)
+    if kind not in tuple(Kind) or content not in tuple(Content):
+        raise SerializationError(f"a message arrived damaged: its first bytes are {kind} and {content}")
     inline = data[_HEAD.size : _HEAD.size + length] if length <= _INLINE_BYTES else None
-    return Frame(Kind(kind), length, sequence, digest, inline)
+    return Frame(Kind(kind), Content(content), length, sequence, digest, inline)
 
 
 def has_arrived(tensor: Tensor) -> bool:

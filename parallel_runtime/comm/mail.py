@@ -10,7 +10,18 @@ from torch import Tensor
 from parallel_runtime.comm.codec import Body, Encoded, decode, encode, open_body
 from parallel_runtime.comm.communicator import Communicator
 from parallel_runtime.comm.core import GroupCore
-from parallel_runtime.comm.frames import Frame, Kind, blank_frame, bytes_of, has_arrived, pack_frame, raw_tensor, read_frame
+from parallel_runtime.comm.frames import (
+    Content,
+    Frame,
+    Kind,
+    blank_frame,
+    bytes_of,
+    has_arrived,
+    odd_content,
+    pack_frame,
+    raw_tensor,
+    read_frame,
+)
 from parallel_runtime.comm.outbox import Clock, Outbox, Sending
 from parallel_runtime.comm.tensors import movable
 from parallel_runtime.errors import CollectiveMismatchError, PeerEncodingError, PeerError, PeerLostError
@@ -81,6 +92,7 @@ def post(
     outcome: Outcome,
     stream: tuple[int, int],
     limit_s: float,
+    content: Content,
     *,
     digest: bytes = NO_DIGEST,
     copy: bool = True,
@@ -93,6 +105,7 @@ def post(
         outcome: What to send.
         stream: (peer, base tag).
         limit_s: How long it may wait for room on the stream, in seconds.
+        content: What it is.
         digest: Of the schema.
         copy: Whether to copy big tensors, so that the caller may change them at once.
 
@@ -109,7 +122,7 @@ def post(
     sequence = sent[stream] = sent.get(stream, 0) + 1
     body, buffers = outcome.encoded
     kind = Kind.VALUE if outcome.error is None else Kind.ERROR
-    frame, follows = pack_frame(body, kind=kind, sequence=sequence, digest=digest)
+    frame, follows = pack_frame(body, kind=kind, content=content, sequence=sequence, digest=digest)
     keep = [frame]
     works = [core.control.isend(frame, peer, base)]
     if follows:
@@ -151,18 +164,19 @@ class Incoming:
         """Whether the sender has sent it. Never blocks."""
         return has_arrived(self._frame) or self._work.is_done()
 
-    def take(self, limit_s: float, digest: bytes = NO_DIGEST) -> Body | str:
+    def take(self, limit_s: float, content: Content, digest: bytes = NO_DIGEST) -> Body | str:
         """Wait for the whole message and confirm it. Runs inside an operation of the group.
 
         Args:
             limit_s: Deadline in seconds.
+            content: What it has to be.
             digest: The schema it has to be of.
 
         Returns:
             The body, or the text of the sender's failure.
 
         Raises:
-            CollectiveMismatchError: It is out of sequence or of another schema; the sender learns of it.
+            CollectiveMismatchError: It is something else, out of sequence or of another schema; the sender learns of it.
             PeerError: The sender is late or gone.
         """
         core, (peer, base), clock = self._core, self.stream, Clock(limit_s)
@@ -170,7 +184,7 @@ class Incoming:
             self._work.wait(clock.left_s)
             frame = read_frame(self._frame)
             body = self._rest(frame, clock)
-            fault = self._fault(frame, digest)
+            fault = self._fault(frame, content, digest)
             answer, _ = pack_frame(bytearray(fault.encode()), kind=Kind.ERROR if fault else Kind.VALUE)
             core.control.isend(answer, peer, base + 2).wait(clock.left_s)
         except PeerError as exc:
@@ -194,15 +208,15 @@ class Incoming:
             plane_of(core, buffer).irecv(movable(buffer), peer, base + 1).wait(clock.left_s)
         return body
 
-    def _fault(self, frame: Frame, digest: bytes) -> str:
+    def _fault(self, frame: Frame, content: Content, digest: bytes) -> str:
         if frame.sequence != self._sequence:
             return f"expected message no. {self._sequence} of the stream, got no. {frame.sequence}"
         if frame.digest != digest:
             return "the two ends of the channel have different schemas"
-        return ""
+        return odd_content(frame.content, content)
 
 
-def take(core: GroupCore, outbox: Outbox, stream: tuple[int, int], limit_s: float) -> Body | str:
+def take(core: GroupCore, outbox: Outbox, stream: tuple[int, int], limit_s: float, content: Content) -> Body | str:
     """Receive the next message of a stream. Runs inside an operation of the group.
 
     Args:
@@ -210,12 +224,13 @@ def take(core: GroupCore, outbox: Outbox, stream: tuple[int, int], limit_s: floa
         outbox: What it may let go of.
         stream: (peer, base tag).
         limit_s: Deadline in seconds.
+        content: What it has to be.
 
     Returns:
         The body, or the text of the sender's failure.
 
     Raises:
-        PeerError: The sender is late or gone, or the message is out of sequence.
+        PeerError: The sender is late or gone, or the message is out of sequence or something else.
     """
     outbox.reap()
-    return Incoming(core, stream).take(limit_s)
+    return Incoming(core, stream).take(limit_s, content)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from parallel_runtime.comm.codec import dtype_named
 from parallel_runtime.comm.core import GroupCore
-from parallel_runtime.comm.frames import Kind, blank_frame, pack_frame, read_frame
+from parallel_runtime.comm.frames import Content, Kind, blank_frame, pack_frame, read_frame
 from parallel_runtime.comm.outbox import Clock, Outbox, Sending
 from parallel_runtime.comm.tensors import check_writable, dense, movable, same_storage
 from parallel_runtime.errors import ArgumentError, CollectiveMismatchError, PeerError, PeerLostError
@@ -178,7 +178,7 @@ class PointToPoint:
         sent = core.traffic.streams.sent
         sequence = sent[stream] = sent.get(stream, 0) + 1
         about = msgspec.msgpack.encode((str(payload.dtype), tuple(payload.shape)))
-        header, _ = pack_frame(bytearray(about), sequence=sequence)
+        header, _ = pack_frame(bytearray(about), content=Content.TENSOR, sequence=sequence)
         works = [core.control.isend(header, peer, base)]
         moved = movable(payload)
         if payload.numel():

@@ -111,13 +111,32 @@ def test_a_message_out_of_sequence_is_an_error_on_both_sides(kind: str) -> None:
 
 
 @KINDS
-def test_an_object_is_no_tensor_dict(kind: str) -> None:
+def test_a_message_is_received_as_what_it_was_sent(kind: str) -> None:
     def body(group: GroupCoordinator) -> None:
         if group.is_first_rank:
-            group.send_object([1], tag=2)
-        else:
-            with pytest.raises(CollectiveMismatchError, match="member 0 sent an object with tag 2; receive it with recv_object"):
+            for _ in range(2):
+                group.send_object([1], tag=2)
+                with pytest.raises(CollectiveMismatchError, match="the sender sent a tensor dict, the receiver takes an object"):
+                    group.send_tensor_dict({"x": torch.ones(2), "big": torch.ones(100_000)}, tag=2)
+                assert group.broadcast_object({"x": torch.ones(100_000)}) is not None
+                assert group.broadcast_tensor_dict({"x": torch.ones(2)}) is not None
+                group.broadcast_object(1)
+                assert group.broadcast_object((torch.float32, (2,))) is not None
+            return
+        for _ in range(2):
+            with pytest.raises(CollectiveMismatchError, match="the sender sent an object, the receiver takes a tensor dict"):
                 group.recv_tensor_dict(tag=2)
+            with pytest.raises(
+                CollectiveMismatchError, match="member 0: the sender sent a tensor dict, the receiver takes an obj"
+            ):
+                group.recv_object(tag=2)
+            with pytest.raises(CollectiveMismatchError, match="the sender sent an object, the receiver takes a tensor dict"):
+                group.broadcast_tensor_dict(None)
+            with pytest.raises(CollectiveMismatchError, match="the sender sent a tensor dict, the receiver takes an object"):
+                group.broadcast_object(None)
+            assert group.broadcast_object(None) == 1
+            with pytest.raises(CollectiveMismatchError, match="an object, the receiver takes the shape of a scatter"):
+                group.scatter(None)
 
     World(kind)(2, body)
 
