@@ -110,7 +110,8 @@ class Agreement:
             monitor.alarm = before
 
     def _tell(self, room: Store, problem: str) -> None:
-        for key in [f"{self._number}/{self._rank}", *([f"{self._number}/failed"] if problem else [])]:
+        """The mark of a failure comes first: whoever finds that all ranks have spoken finds it too."""
+        for key in [*([f"{self._number}/failed"] if problem else []), f"{self._number}/{self._rank}"]:
             room.set(key, problem or _FINE)
             self._told.append(key)
 
@@ -140,7 +141,8 @@ class Agreement:
             if room.check([f"{number}/failed"]):
                 keys = {rank: f"{number}/{rank}" for rank in self._ranks}
                 said = {rank: room.get(key).decode() for rank, key in keys.items() if room.check([key])}
-                return failed_error({rank: problem for rank, problem in said.items() if problem != _FINE})
+                problems = {rank: problem for rank, problem in said.items() if problem != _FINE}
+                return failed_error(problems) if problems else None  # else the reason is about to follow its mark
         return None
 
     def _lateness(self, late: Sequence[int], seconds: float) -> Failure:

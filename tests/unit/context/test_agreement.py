@@ -7,8 +7,10 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from parallel_runtime.comm import hash_store
 from parallel_runtime.config import Deadlines, ParallelConfig
 from parallel_runtime.context import ParallelContext
+from parallel_runtime.context.agreement import Agreement
 from parallel_runtime.errors import ArgumentError, PeerError, PeerFailedError, PeerLostError, PeerTimeoutError
 from parallel_runtime.launch import run_threads
 
@@ -155,3 +157,24 @@ def test_guard_and_deadline_work_with_the_configs_own() -> None:
                 ctx.agree(True)
 
     run_threads(body, ParallelConfig(tp=2, deadlines=Deadlines(control_s=0.3)), timeout_s=50)
+
+
+def test_a_mark_without_its_reason_yet_is_no_answer_and_comes_before_the_reason() -> None:
+    said: list[str] = []
+
+    class Slow:
+        """A room in which the failing rank stops between its two words."""
+
+        def set(self, key: str, value: str) -> None:
+            said.append(key)
+
+    agreement = Agreement(None, None, "world", (0, 1), 1)
+    agreement._number = 1
+    agreement._tell(Slow(), "boom")  # type: ignore[arg-type]  # only set is used
+    assert said == ["1/failed", "1/1"]
+    room = hash_store()
+    room.set("1/failed", "boom")
+    room.set("1/0", "-")
+    assert agreement._failure(room, 1) is None
+    room.set("1/1", "boom")
+    assert "rank 1 failed: boom" in str(agreement._failure(room, 1))
