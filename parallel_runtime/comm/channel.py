@@ -10,9 +10,10 @@ import msgspec
 from parallel_runtime.comm.codec import Body, decode_typed, encode_typed
 from parallel_runtime.comm.core import GroupCore
 from parallel_runtime.comm.frames import Content
-from parallel_runtime.comm.mail import MAIL_LANE, Incoming, Outcome, failed, post
+from parallel_runtime.comm.mail import Incoming, Outcome, failed, post
 from parallel_runtime.comm.outbox import Outbox, Sending
 from parallel_runtime.comm.p2p import MAX_TAG
+from parallel_runtime.comm.traffic import LANES, MAIL_LANE
 from parallel_runtime.errors import ArgumentError, ContextStateError, PeerEncodingError, SerializationError
 
 __all__ = ["Channel"]
@@ -50,7 +51,7 @@ class Channel(Generic[_T]):
         self._schema = schema
         self._digest = _digest(name, schema)
         number = int.from_bytes(blake2b(name.encode(), digest_size=4).digest(), "little") % 2**27
-        self._stream = (peer, (_FIRST + number) * 8 + MAIL_LANE)
+        self._stream = (peer, (_FIRST + number) * LANES + MAIL_LANE)
         self._sent: deque[Sending] = deque()
         self._is_open = True
         channels = core.traffic.streams.channels

@@ -11,10 +11,11 @@ from torch import Tensor
 from parallel_runtime.comm.collectives import Collectives
 from parallel_runtime.comm.core import GroupCore
 from parallel_runtime.comm.frames import Content
-from parallel_runtime.comm.mail import MAIL_LANE, attempt, failed, post, take, unpack
+from parallel_runtime.comm.mail import attempt, failed, post, take, unpack
 from parallel_runtime.comm.outbox import Outbox, Sending
 from parallel_runtime.comm.p2p import SendHandle, check_peer, check_tag
 from parallel_runtime.comm.tensors import as_bytes, dense
+from parallel_runtime.comm.traffic import MAIL_LANE
 from parallel_runtime.errors import ArgumentError, CollectiveMismatchError
 
 __all__ = ["TensorDicts"]

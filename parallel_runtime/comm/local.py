@@ -16,6 +16,7 @@ from torch import Tensor
 from parallel_runtime.comm.communicator import Communicator, Operation, ReduceOp, Work
 from parallel_runtime.comm.diagnosis import different_operations, last_in_line, odd_members
 from parallel_runtime.comm.tensors import fold
+from parallel_runtime.comm.traffic import CONFIRMATIONS, LANES, MAIL_LANE
 from parallel_runtime.errors import ArgumentError, CollectiveMismatchError, PeerError, PeerLostError, PeerTimeoutError
 
 __all__ = ["LocalCommunicator", "LocalHub"]
@@ -332,7 +333,7 @@ class LocalCommunicator(Communicator):
             hub._moved()
             wait = _Wait(
                 self._rank,
-                f"{what} (no. {index} of {self._key})",
+                what + self._of_group(),
                 group,
                 lambda: slot.error is not None or len(slot.entries) == self.world_size,
                 lambda: [rank for member, rank in enumerate(group.ranks) if member not in slot.entries],
@@ -359,11 +360,24 @@ class LocalCommunicator(Communicator):
         hub, group = self._hub, self._group
         src, _, tag, _ = letter
         with hub._changed:
-            what = f"recv (wire tag {tag} of {self._key})"
+            what = self._line(src, tag) + self._of_group()
             wait = _Wait(self._rank, what, group, lambda: letter in group.mail, lambda: [group.ranks[src]], self._alarm)
             hub._wait(wait, timeout_s)
             message = group.mail.pop(letter)
         self._fill(tensor, message, "recv")
+
+    def _of_group(self) -> str:
+        """The name that people know the group by, where it has one."""
+        current = self.traffic.recorder.current
+        return "" if current is None else f" of {current.group}"
+
+    def _line(self, src: int, wire_tag: int) -> str:
+        """What a member that waits for one wire tag was asked to do; the third one of each kind of message confirms a send."""
+        tag, lane = divmod(wire_tag, LANES)
+        verb = "send to" if lane in CONFIRMATIONS else "recv from"
+        channel = self.traffic.streams.channels.get((src, tag * LANES + MAIL_LANE))
+        line = f"with tag {tag}" if channel is None else f"on channel {channel!r}"
+        return f"{verb} member {src} {line}"
 
     def _fill(self, target: Tensor, message: Tensor, operation: str) -> None:
         if target.shape != message.shape or target.dtype is not message.dtype:

@@ -26,10 +26,7 @@ from parallel_runtime.comm.outbox import Clock, Outbox, Sending
 from parallel_runtime.comm.tensors import movable
 from parallel_runtime.errors import CollectiveMismatchError, PeerEncodingError, PeerError, PeerLostError
 
-__all__ = ["MAIL_LANE", "NO_DIGEST", "Incoming", "Outcome", "attempt", "failed", "plane_of", "post", "take", "unpack"]
-
-MAIL_LANE: Final = 3
-"""Added to the first wire tag of a tag: messages never meet the tensors of the same tag."""
+__all__ = ["NO_DIGEST", "Incoming", "Outcome", "attempt", "failed", "plane_of", "post", "take", "unpack"]
 
 NO_DIGEST: Final = bytes(8)
 """Of a message without a schema."""

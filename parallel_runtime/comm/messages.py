@@ -19,10 +19,11 @@ from parallel_runtime.comm.frames import (
     raw_tensor,
     read_frame,
 )
-from parallel_runtime.comm.mail import MAIL_LANE, Outcome, attempt, failed, plane_of, post, take, unpack
+from parallel_runtime.comm.mail import Outcome, attempt, failed, plane_of, post, take, unpack
 from parallel_runtime.comm.outbox import Outbox
 from parallel_runtime.comm.p2p import check_peer, check_tag
 from parallel_runtime.comm.tensors import movable
+from parallel_runtime.comm.traffic import MAIL_LANE
 from parallel_runtime.errors import ArgumentError, CollectiveMismatchError, PeerEncodingError, SerializationError
 
 __all__ = ["Messages"]

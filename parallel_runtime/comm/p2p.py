@@ -16,14 +16,13 @@ from parallel_runtime.comm.core import GroupCore
 from parallel_runtime.comm.frames import Content, Kind, blank_frame, pack_frame, read_frame
 from parallel_runtime.comm.outbox import Clock, Outbox, Sending
 from parallel_runtime.comm.tensors import check_writable, dense, movable, same_storage
+from parallel_runtime.comm.traffic import LANES
 from parallel_runtime.errors import ArgumentError, CollectiveMismatchError, PeerError, PeerLostError
 
 __all__ = ["MAX_TAG", "PointToPoint", "RecvHandle", "SendHandle", "check_peer", "check_tag"]
 
 MAX_TAG: Final = 2**24 - 1
 """The highest tag a caller may use."""
-
-_LANES: Final = 8
 
 
 def check_tag(tag: int) -> int:
@@ -34,7 +33,7 @@ def check_tag(tag: int) -> int:
     """
     if isinstance(tag, bool) or not isinstance(tag, int) or not 0 <= tag <= MAX_TAG:
         raise ArgumentError(f"tag={tag!r} must be an int from 0 to {MAX_TAG}")
-    return tag * _LANES
+    return tag * LANES
 
 
 def check_peer(core: GroupCore, peer: int | None, word: str, step: int) -> int:
@@ -294,4 +293,4 @@ def _text(dtype: torch.dtype, shape: tuple[int, ...]) -> str:
 
 
 def _tag(base: int) -> int:
-    return base // _LANES
+    return base // LANES

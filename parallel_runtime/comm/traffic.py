@@ -3,12 +3,21 @@
 import os
 from collections import deque
 from threading import Lock
-from typing import Any, final
+from typing import Any, Final, final
 
 from parallel_runtime.comm.diagnosis import Diagnostician
 from parallel_runtime.comm.recorder import Recorder
 
-__all__ = ["Streams", "Traffic"]
+__all__ = ["CONFIRMATIONS", "LANES", "MAIL_LANE", "Streams", "Traffic"]
+
+LANES: Final = 8
+"""Wire tags that belong to one tag: frame, body and confirmation of its tensors, then those of its messages."""
+
+MAIL_LANE: Final = 3
+"""Added to the first wire tag of a tag: messages never meet the tensors of the same tag."""
+
+CONFIRMATIONS: Final = (2, MAIL_LANE + 2)
+"""Where a receiver tells the sender that it has a tensor or a message."""
 
 
 @final

@@ -35,10 +35,35 @@ def test_a_ring_of_receives_is_a_deadlock_with_a_table() -> None:
         with pytest.raises(CollectiveMismatchError, match="every rank waits and none can go on") as caught:
             group.recv(tag=4, timeout_s=60)
         for member in range(3):
-            assert f"rank {member} in recv (wire tag 32 of" in str(caught.value)
-            assert f"waits for rank {(member - 1) % 3}" in str(caught.value)
+            prev = (member - 1) % 3
+            assert f"rank {member} in recv from member {prev} with tag 4 of {group.name} waits for rank {prev}" in str(
+                caught.value
+            )
 
     World("local")(3, body)
+
+
+def test_a_deadlock_is_told_in_the_words_of_the_caller() -> None:
+    def body(group: GroupCoordinator) -> None:
+        line = group.channel("work", int)
+        calls = (
+            (group.barrier, lambda: group.recv(0), "0 in barrier of g0-1", "1 in recv from member 0 with tag 0 of g0-1"),
+            (
+                lambda: group.send(torch.ones(1), 1, 7),
+                line.recv,
+                "0 in send to member 1 with tag 7",
+                "recv from member 0 on channel 'work'",
+            ),
+            (group.barrier, lambda: group.recv_object(tag=5), "0 in barrier", "1 in recv from member 0 with tag 5 of g0-1"),
+        )
+        for first, last, *told in calls:
+            with pytest.raises(CollectiveMismatchError, match="every rank waits and none can go on") as caught:
+                (first if group.is_first_rank else last)()
+            for text in told:
+                assert text in str(caught.value)
+            assert group.key not in str(caught.value)
+
+    World("local")(2, body)
 
 
 def test_groups_entered_in_different_order_are_a_deadlock() -> None:
