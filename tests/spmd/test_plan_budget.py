@@ -2,6 +2,7 @@
 
 import gc
 import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,8 @@ from parallel_runtime.context.parallel_context import ParallelContext
 from parallel_runtime.launch import launch, run_threads
 
 DESCRIPTORS = Path("/proc/self/fd")
+COUNTING = threading.Lock()
+"""Listing descriptors opens one, which another thread would count."""
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.skipif(not DESCRIPTORS.exists(), reason="needs /proc")]
 
@@ -19,7 +22,8 @@ def count_descriptors(ctx: ParallelContext) -> int:
     """Descriptors of the process while every rank has used every group and none has left."""
     for group in ctx.groups().values():
         group.barrier()
-    count = len(os.listdir(DESCRIPTORS))
+    with COUNTING:
+        count = len(os.listdir(DESCRIPTORS))
     ctx.world.barrier()
     return count
 

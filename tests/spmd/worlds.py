@@ -122,6 +122,8 @@ class World:
         run = next(_keys)
         results: dict[int, _T] = {}
         errors: dict[int, BaseException] = {}
+        members = tuple(pick or range(world_size))
+        all_open = threading.Barrier(len(members))  # gloo cannot open with a member that has left again
 
         def rank_main(rank: int) -> None:
             opened: list[GroupCoordinator] = []
@@ -131,24 +133,27 @@ class World:
                         opened.append(
                             self._open(meeting, f"w{run}/{'-'.join(map(str, ranks))}", tuple(ranks), rank, timeouts, checked)
                         )
+                all_open.wait(60)
                 results[rank] = body(rank, opened)
             except BaseException as exc:
                 errors[rank] = exc
+                all_open.abort()
             finally:
                 for group in opened:
                     group.close(grace_s=0.0 if rank in errors else 10.0)
                 meeting.hub.leave(rank)
 
-        threads = [threading.Thread(target=rank_main, args=(rank,), name=f"rank {rank}") for rank in (pick or range(world_size))]
+        threads = [threading.Thread(target=rank_main, args=(rank,), name=f"rank {rank}") for rank in members]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join(90)
             if thread.is_alive():
                 raise RankError(f"{thread.name} hangs; errors so far: {errors}")
-        for rank, error in sorted(errors.items(), key=lambda item: "Lost" in type(item[1]).__name__):
+        followed = ("PeerLostError", "BrokenBarrierError")
+        for rank, error in sorted(errors.items(), key=lambda item: type(item[1]).__name__ in followed):
             raise RankError(f"rank {rank} raised {type(error).__name__}: {error}; all: {errors}") from error
-        return [results[rank] for rank in (pick or range(world_size))]
+        return [results[rank] for rank in members]
 
     def _open(
         self, meeting: Meeting, key: str, ranks: tuple[int, ...], rank: int, timeouts: GroupTimeouts | None, checked: bool
