@@ -92,6 +92,7 @@ def speak(ctx: ParallelContext) -> None:
     sys.stdout.write(f"one of {ctx.rank}\ntwo\n")
     sys.stdout.flush()
     os.write(2, b"err")
+    ctx.tp.barrier()  # both have spoken
     if ctx.rank == 1:
         raise ValueError("boom-44")
     ctx.tp.barrier()
