@@ -26,9 +26,9 @@ class _VocabularyShard(nn.Module, ABC):
         hidden_size: int,
         *,
         tp: GroupCoordinator,
-        uneven: Uneven,
-        dtype: torch.dtype | None,
-        device: torch.device | None,
+        uneven: Uneven = "allow",
+        dtype: torch.dtype | None = None,
+        device: torch.device | None = None,
     ) -> None:
         super().__init__()
         self.tp = tp
@@ -76,18 +76,6 @@ class VocabParallelEmbedding(_VocabularyShard):
     Raises:
         ConfigError: A member would have no row, or rows would differ in number where that is refused.
     """
-
-    def __init__(
-        self,
-        vocab_size: int,
-        hidden_size: int,
-        *,
-        tp: GroupCoordinator,
-        uneven: Uneven = "allow",
-        dtype: torch.dtype | None = None,
-        device: torch.device | None = None,
-    ) -> None:
-        super().__init__(vocab_size, hidden_size, tp=tp, uneven=uneven, dtype=dtype, device=device)
 
     def forward(self, ids_T: Tensor) -> Tensor:
         """Look tokens up.
@@ -137,18 +125,6 @@ class ParallelHead(_VocabularyShard):
     Raises:
         ConfigError: A member would have no column, or columns would differ in number where that is refused.
     """
-
-    def __init__(
-        self,
-        vocab_size: int,
-        hidden_size: int,
-        *,
-        tp: GroupCoordinator,
-        uneven: Uneven = "allow",
-        dtype: torch.dtype | None = None,
-        device: torch.device | None = None,
-    ) -> None:
-        super().__init__(vocab_size, hidden_size, tp=tp, uneven=uneven, dtype=dtype, device=device)
 
     def tie(self, embedding: VocabParallelEmbedding) -> None:
         """Use the embedding's weight as this layer's, the same parameter.
