@@ -1,16 +1,15 @@
 """What a group is opened from: plain data, equal in meaning on every member."""
 
 from dataclasses import dataclass, field
-from typing import Final, final
+from typing import final
 
 import torch
 
 from parallel_runtime.errors import ArgumentError
 from parallel_runtime.terms import Rank, RankInGroup
+from parallel_runtime.values import LONGEST_S
 
 __all__ = ["GroupSpec", "GroupTimeouts", "check_seconds"]
-
-_LONGEST_S: Final = 1e9
 
 
 def check_seconds(seconds: float, word: str) -> float:
@@ -26,8 +25,8 @@ def check_seconds(seconds: float, word: str) -> float:
     Raises:
         ArgumentError: It is no positive number, or longer than thirty years.
     """
-    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds <= _LONGEST_S:
-        raise ArgumentError(f"{word}={seconds!r} must be a positive number of seconds, at most {_LONGEST_S:.0f}")
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds <= LONGEST_S:
+        raise ArgumentError(f"{word}={seconds!r} must be a positive number of seconds, at most {LONGEST_S:.0f}")
     return seconds
 
 

@@ -11,6 +11,7 @@ import torch
 
 from parallel_runtime.comm.c10d import Store, adopted, wrap
 from parallel_runtime.comm.coordinator import GroupCoordinator
+from parallel_runtime.comm.groups import check_seconds
 from parallel_runtime.comm.local import LocalHub
 from parallel_runtime.comm.shm import Errands
 from parallel_runtime.config.environment import Identity, current_environ, detect
@@ -636,9 +637,7 @@ class ParallelContext:
         return parent._table.connections if mine == its else {}
 
     def _control_s(self, timeout_s: float | None) -> float:
-        if timeout_s is not None and not timeout_s > 0:
-            raise ArgumentError(f"timeout_s={timeout_s} must be a positive number of seconds")
-        return timeout_s or self._config.deadlines.control_s
+        return self._config.deadlines.control_s if timeout_s is None else check_seconds(timeout_s, "timeout_s")
 
     def _agreement(self, group: GroupCoordinator | None) -> Agreement:
         self._check_open()

@@ -76,8 +76,9 @@ def test_agree_says_why() -> None:
         ctx.agree(True)
         if ctx.rank < 2:
             ctx.agree(True, group=ctx.group("tp"))
-            with pytest.raises(ArgumentError, match="timeout_s=0 must be a positive number"):
-                ctx.agree(True, timeout_s=0)
+            for wrong in (0, float("inf"), True):
+                with pytest.raises(ArgumentError, match=f"timeout_s={wrong} must be a positive number"):
+                    ctx.agree(True, timeout_s=wrong)
 
     run_threads(body, ParallelConfig(tp=2, dp=2), timeout_s=50)
 
