@@ -19,8 +19,11 @@ from parallel_runtime.launch import launch
 
 
 def clean_environ(**changes: str) -> dict[str, str]:
-    """This process's variables without those that say how many threads to use, and with some more."""
-    environ = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    """This process's variables with one thread per rank, and with some more.
+
+    Without ``PYTHONUNBUFFERED``: under it ``print`` writes a line in pieces, and ranks that share a pipe mix theirs.
+    """
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     return {**environ, "OMP_NUM_THREADS": "1", **changes}
 
 
