@@ -11,6 +11,8 @@ from parallel_runtime.serving.messages import (
     FinishReason,
     FrontMessage,
     LeaderMessage,
+    Ping,
+    Pong,
     Rejected,
     Request,
     Shutdown,
@@ -80,6 +82,8 @@ class LeaderDesk:
                     self.is_over = True
                 case Wake():
                     pass
+                case Ping():
+                    self.send(Pong())
                 case Unreadable():
                     self._refuse(message)
         self.is_over = self.is_over or self._is_front_gone
@@ -108,7 +112,7 @@ class LeaderDesk:
 
     def _accept(self, request: Request, requests: dict[str, Request]) -> None:
         try:
-            if (highest := max(request.prompt)) >= self._vocab_size:
+            if (highest := max((*request.prompt, *request.made))) >= self._vocab_size:
                 raise RequestError(
                     f"request {request.request_id!r} has token {highest}, but the model's tokens are 0 to {self._vocab_size - 1}"
                 )

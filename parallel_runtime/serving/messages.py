@@ -1,7 +1,7 @@
 """What travels between the front process, the leaders and the other ranks: plain data, encoded with msgpack, never with pickle.
 
-Front process to a leader: ``Submit``, ``Abort``, ``Shutdown``, ``Wake``. Leader to the front process: ``Ready``, ``StepOutput``,
-``Rejected``. Leader to the other ranks of its replica: one ``Step`` per turn of the loop.
+Front process to a leader: ``Submit``, ``Abort``, ``Shutdown``, ``Wake``, ``Ping``. Leader to the front process: ``Ready``,
+``StepOutput``, ``Rejected``, ``Pong``. Leader to the other ranks of its replica: one ``Step`` per turn of the loop.
 """
 
 import difflib
@@ -21,6 +21,8 @@ __all__ = [
     "FinishReason",
     "FrontMessage",
     "LeaderMessage",
+    "Ping",
+    "Pong",
     "Ready",
     "Rejected",
     "Request",
@@ -127,14 +129,17 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         request_id: Name of the request, unique among those alive.
         prompt: Token ids, at least one.
         sampling: How tokens are chosen. ``stop_token_ids`` already holds the model's end-of-sequence ids where those count.
+        made: New tokens that a replica which is gone has made and handed out; the request goes on after them.
 
     Raises:
-        RequestError: The prompt is empty, the id is empty, a token id is not an integer >= 0, or a value has another type.
+        RequestError: The prompt is empty, the id is empty, a token id is not an integer >= 0, a value has another type, or nothing
+            is left to make.
     """
 
     request_id: str
     prompt: tuple[int, ...]
     sampling: SamplingParams
+    made: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         _check_name(self.request_id)
@@ -145,6 +150,10 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             raise RequestError(f"request {self.request_id!r} has an empty prompt; give at least one token")
         if type(self.sampling) is not SamplingParams:
             raise RequestError(f"the sampling of request {self.request_id!r} must be SamplingParams, got {self.sampling!r}")
+        made = f"what request {self.request_id!r} has made"
+        _check_tokens(made, self.made, each=f"a token of {made}")
+        if len(self.made) >= self.sampling.max_new_tokens:
+            raise RequestError(f"{made} is {len(self.made)} tokens already, of at most {self.sampling.max_new_tokens}")
 
     @property
     def max_tokens(self) -> int:
@@ -178,6 +187,10 @@ class Shutdown(msgspec.Struct, frozen=True, tag=True):
 
 class Wake(msgspec.Struct, frozen=True, tag=True):
     """Front to leader: another replica, which this one computes in step with, has got a request."""
+
+
+class Ping(msgspec.Struct, frozen=True, tag=True):
+    """Front to leader: say that your loop turns, with a ``Pong``."""
 
 
 class Unreadable(msgspec.Struct, frozen=True):
@@ -242,6 +255,10 @@ class Rejected(msgspec.Struct, frozen=True, tag=True):
     queue_full: bool = False
 
 
+class Pong(msgspec.Struct, frozen=True, tag=True):
+    """Leader to front: the loop turns."""
+
+
 class Step(msgspec.Struct, frozen=True, tag=True):
     """Leader to the ranks of its replica: everything that decides what happens in one turn of the loop.
 
@@ -260,10 +277,10 @@ class Step(msgspec.Struct, frozen=True, tag=True):
     together: bool = False
 
 
-FrontMessage: TypeAlias = Submit | Abort | Shutdown | Wake
+FrontMessage: TypeAlias = Submit | Abort | Shutdown | Wake | Ping
 """What a leader receives."""
 
-LeaderMessage: TypeAlias = Ready | StepOutput | Rejected
+LeaderMessage: TypeAlias = Ready | StepOutput | Rejected | Pong
 """What the front process receives."""
 
 

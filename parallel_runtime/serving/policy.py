@@ -1,46 +1,28 @@
 """What runs next: continuous batching over a paged KV cache, as a pure state machine.
 
 Every rank of a replica holds one of these and feeds it the same calls, so all of them take the same decisions: there is no clock,
-no random number, no hash order and no look at the machine in here. Requests are served first come, first served; when blocks run
-out, the newest one that runs is put back and computed again later, so the oldest always advances and nobody starves.
+no random number, no hash order and no look at the machine in here. Requests are served in one fixed order, that of arrival, where
+each step of priority counts as a head start of ``HEAD_START`` arrivals. Whoever is first gets blocks first; when they run out, the
+last one that runs is put back and computed again later. So the first always advances, a bounded number can ever get ahead of
+anyone, and nobody starves.
 """
 
 from bisect import insort
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from enum import StrEnum
-from itertools import islice
-from types import MappingProxyType
+from collections.abc import Sequence
+from dataclasses import dataclass
+from operator import attrgetter
 from typing import final
 
 from parallel_runtime.errors import ArgumentError, QueueFullError, RequestError
+from parallel_runtime.serving.batch import Batch, Chunk
 from parallel_runtime.serving.blocks import BlockPool, blocks_for
-from parallel_runtime.serving.messages import FinishReason, Request, SamplingParams, StepOutput
+from parallel_runtime.serving.live_request import LiveRequest, RequestState
+from parallel_runtime.serving.messages import FinishReason, Request, StepOutput
 
-__all__ = ["TRANSITIONS", "Batch", "Chunk", "PolicyLimits", "RequestState", "SchedulingPolicy"]
+__all__ = ["PolicyLimits", "SchedulingPolicy"]
 
-
-class RequestState(StrEnum):
-    """Where a request is in its life."""
-
-    WAITING = "waiting"
-    PREFILL = "prefill"
-    DECODE = "decode"
-    FINISHED = "finished"
-    ABORTED = "aborted"
-
-
-TRANSITIONS: Mapping[RequestState, frozenset[RequestState]] = MappingProxyType(
-    {
-        RequestState.WAITING: frozenset({RequestState.PREFILL, RequestState.ABORTED}),
-        RequestState.PREFILL: frozenset({RequestState.DECODE, RequestState.FINISHED, RequestState.WAITING, RequestState.ABORTED}),
-        RequestState.DECODE: frozenset({RequestState.FINISHED, RequestState.WAITING, RequestState.ABORTED}),
-        RequestState.FINISHED: frozenset(),
-        RequestState.ABORTED: frozenset(),
-    }
-)
-"""Every legal change of state. Back to WAITING is preemption: the blocks are gone and the tokens are computed again."""
+_order = attrgetter("order")
 
 
 @final
@@ -56,6 +38,7 @@ class PolicyLimits:
         max_waiting: Requests that wait, beyond those that run.
         max_request_tokens: Prompt plus new tokens of one request; the model's context length.
         num_slots: Batches under way at once: the number of pipeline stages.
+        prefix_reuse: Whether full blocks are kept for later requests that begin alike.
 
     Raises:
         ArgumentError: A limit is below 1, or a batch could not hold one token of each running request.
@@ -68,92 +51,17 @@ class PolicyLimits:
     max_waiting: int = 1024
     max_request_tokens: int = 2048
     num_slots: int = 1
+    prefix_reuse: bool = True
 
     def __post_init__(self) -> None:
         for name in self.__slots__:
-            if getattr(self, name) < 1:
+            if name != "prefix_reuse" and getattr(self, name) < 1:
                 raise ArgumentError(f"{name}={getattr(self, name)} must be at least 1")
         if self.max_batch_tokens < self.max_batch_requests:
             raise ArgumentError(
                 f"max_batch_tokens={self.max_batch_tokens} is less than max_batch_requests={self.max_batch_requests}: "
                 "every running request needs one token of the batch"
             )
-
-
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Chunk:
-    """The part of one request that a batch computes.
-
-    Attributes:
-        request_id: The request.
-        arrival: Its number in the order of arrival at this replica; never used again.
-        start: Tokens of it that the KV cache holds already.
-        token_ids: Tokens to compute, at positions ``start`` and up.
-        blocks: Its blocks, enough for ``start + len(token_ids)`` tokens.
-        is_sampled: Whether these are its last known tokens, so that the next one is chosen.
-        sampling: How.
-    """
-
-    request_id: str
-    arrival: int
-    start: int
-    token_ids: tuple[int, ...]
-    blocks: tuple[int, ...]
-    is_sampled: bool
-    sampling: SamplingParams
-
-    @property
-    def length(self) -> int:
-        """Tokens of the request once this chunk is computed."""
-        return self.start + len(self.token_ids)
-
-
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Batch:
-    """What one forward computes.
-
-    Attributes:
-        chunks: At most one per request; none for an idle turn.
-    """
-
-    chunks: tuple[Chunk, ...] = ()
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens over all chunks."""
-        return sum(len(chunk.token_ids) for chunk in self.chunks)
-
-    @property
-    def sampled(self) -> tuple[Chunk, ...]:
-        """The chunks whose next token is chosen, in batch order."""
-        return tuple(chunk for chunk in self.chunks if chunk.is_sampled)
-
-
-@dataclass(slots=True, kw_only=True)
-class _Entry:
-    """One request alive."""
-
-    request: Request
-    arrival: int
-    tokens: list[int]
-    state: RequestState = RequestState.WAITING
-    num_computed: int = 0
-    blocks: list[int] = field(default_factory=list)
-    is_in_flight: bool = False
-
-    def move(self, state: RequestState) -> None:
-        assert state in TRANSITIONS[self.state], f"{self.request.request_id}: {self.state} -> {state}"
-        self.state = state
-
-    @property
-    def num_new_tokens(self) -> int:
-        return len(self.tokens) - len(self.request.prompt)
-
-
-def _arrival(entry: _Entry) -> int:
-    return entry.arrival
 
 
 @final
@@ -165,14 +73,19 @@ class SchedulingPolicy:
 
     Args:
         limits: What may run at once.
+
+    Attributes:
+        limits: What may run at once.
+        num_reused_tokens: Tokens that were found in the KV cache instead of being computed, over all requests so far.
     """
 
     def __init__(self, limits: PolicyLimits) -> None:
         self.limits = limits
+        self.num_reused_tokens = 0
         self._pool = BlockPool(limits.num_blocks)
-        self._entries: dict[str, _Entry] = {}
-        self._waiting: deque[_Entry] = deque()
-        self._running: list[_Entry] = []
+        self._alive: dict[str, LiveRequest] = {}
+        self._waiting: list[LiveRequest] = []
+        self._running: list[LiveRequest] = []
         self._under_way: deque[Batch] = deque()
         self._num_arrived = 0
 
@@ -188,8 +101,13 @@ class SchedulingPolicy:
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that no request holds."""
-        return self._pool.num_free
+        """Blocks that no request holds; the contents of ``num_cached_blocks`` of them are remembered."""
+        return self._pool.num_available
+
+    @property
+    def num_cached_blocks(self) -> int:
+        """Blocks that no request holds and that the next one that begins alike takes over."""
+        return self._pool.num_cached
 
     @property
     def num_under_way(self) -> int:
@@ -199,17 +117,17 @@ class SchedulingPolicy:
     @property
     def has_work(self) -> bool:
         """Whether a request waits, or runs and is in no batch under way."""
-        return bool(self._waiting) or any(not entry.is_in_flight for entry in self._running)
+        return bool(self._waiting) or any(not live.is_in_flight for live in self._running)
 
     @property
     def alive(self) -> tuple[str, ...]:
         """Names of the requests that wait or run, in order of arrival."""
-        return tuple(self._entries)
+        return tuple(self._alive)
 
     @property
     def is_idle(self) -> bool:
         """Whether no request is alive and no batch is under way."""
-        return not self._entries and not self._under_way
+        return not self._alive and not self._under_way
 
     def state(self, request_id: str) -> RequestState | None:
         """Look a request up.
@@ -220,8 +138,8 @@ class SchedulingPolicy:
         Returns:
             Its state, or ``None`` where it is not alive.
         """
-        entry = self._entries.get(request_id)
-        return None if entry is None else entry.state
+        live = self._alive.get(request_id)
+        return None if live is None else live.state
 
     def check(self, request: Request, *, num_ahead: int = 0) -> None:
         """Find out whether ``add`` would take a request. Changes nothing.
@@ -235,7 +153,7 @@ class SchedulingPolicy:
             QueueFullError: ``limits.max_waiting`` requests wait already.
         """
         limits = self.limits
-        if request.request_id in self._entries:
+        if request.request_id in self._alive:
             raise RequestError(f"request {request.request_id!r} is alive already; every request needs an id of its own")
         longest = min(limits.max_request_tokens, limits.num_blocks * limits.page_size)
         if request.max_tokens > longest:
@@ -261,10 +179,10 @@ class SchedulingPolicy:
             QueueFullError: ``limits.max_waiting`` requests wait already.
         """
         self.check(request)
-        entry = _Entry(request=request, arrival=self._num_arrived, tokens=list(request.prompt))
+        live = LiveRequest(request=request, arrival=self._num_arrived, tokens=list(request.prompt))
         self._num_arrived += 1
-        self._entries[request.request_id] = entry
-        self._waiting.append(entry)
+        self._alive[request.request_id] = live
+        insort(self._waiting, live, key=_order)
 
     def abort(self, request_id: str) -> bool:
         """End a request in whatever state it is and free its blocks. An unknown id is nothing.
@@ -277,16 +195,38 @@ class SchedulingPolicy:
         Returns:
             Whether it was alive.
         """
-        entry = self._entries.get(request_id)
-        if entry is None:
+        live = self._alive.get(request_id)
+        if live is None:
             return False
-        if entry.state is RequestState.WAITING:
-            self._waiting.remove(entry)
-        self._end(entry, RequestState.ABORTED)
+        if live.state is RequestState.WAITING:
+            self._waiting.remove(live)
+        self._end(live, RequestState.ABORTED)
         return True
 
+    def forget_prefixes(self) -> int:
+        """Keep no block for others that begin alike; what runs goes on with its own.
+
+        Returns:
+            Blocks that were kept.
+        """
+        return self._pool.forget()
+
+    def restart(self) -> None:
+        """Put every running request back, to be computed again from its first token: its keys and values are not valid any more.
+
+        Raises:
+            ArgumentError: A batch is under way; complete it first.
+        """
+        if self._under_way:
+            raise ArgumentError(f"{len(self._under_way)} batches are under way; complete them before requests are put back")
+        for live in reversed(self._running.copy()):
+            self._put_back(live)
+        self._pool.forget()
+
     def schedule(self) -> Batch:
-        """Choose what is computed next. Running requests come first, oldest first; then waiting ones as far as there is room.
+        """Choose what is computed next: running requests first, then waiting ones as far as there is room.
+
+        Of the running ones every one that wants a single token gets it; prompts share what is left of the batch.
 
         Returns:
             The batch; it counts as under way until ``complete`` unless it is empty.
@@ -298,8 +238,8 @@ class SchedulingPolicy:
             raise ArgumentError(
                 f"{len(self._under_way)} batches are under way and num_slots={self.limits.num_slots}; complete one first"
             )
-        chunks: list[Chunk] = []
         room = _Room(tokens=self.limits.max_batch_tokens, requests=self._share())
+        chunks: list[Chunk] = []
         self._continue_running(chunks, room)
         self._admit_waiting(chunks, room)
         batch = Batch(chunks=tuple(chunks))
@@ -329,112 +269,130 @@ class SchedulingPolicy:
         outputs = []
         for chunk in batch.chunks:
             token = next(tokens) if chunk.is_sampled else None
-            entry = self._entries.get(chunk.request_id)
-            if entry is None or entry.arrival != chunk.arrival:
+            live = self._alive.get(chunk.request_id)
+            if live is None or live.arrival != chunk.arrival:
                 continue
-            entry.is_in_flight = False
-            entry.num_computed = chunk.length
+            live.is_in_flight = False
             if token is not None:
-                outputs.append(self._append(entry, token))
+                outputs.append(self._append(live, token))
         return outputs
 
     def _share(self) -> int:
         """Requests one batch may hold so that every slot gets some."""
-        at_once = min(len(self._entries), self.limits.max_batch_requests)
+        at_once = min(len(self._alive), self.limits.max_batch_requests)
         return -(-at_once // self.limits.num_slots)
 
     def _continue_running(self, chunks: list[Chunk], room: "_Room") -> None:
-        for entry in tuple(self._running):
-            if room.is_empty:
-                return
-            if entry.is_in_flight or entry.state is RequestState.WAITING:
+        ready = [live for live in self._running if not live.is_in_flight]
+        num_decodes = sum(live.is_decoding for live in ready)
+        for live in ready:
+            num_decodes -= live.is_decoding
+            kept = min(num_decodes, room.requests - 1)  # tokens for those behind it
+            count = min(len(live.tokens) - live.num_computed, room.tokens - kept)
+            if live.state is RequestState.WAITING or count < 1:  # put back by one before it, or beyond the budget
                 continue
-            count = min(len(entry.tokens) - entry.num_computed, room.tokens)
-            if self._make_room(entry, entry.num_computed + count):
-                chunks.append(self._take(entry, count, room))
+            if room.requests < 1:
+                return
+            if self._make_room(live, live.num_computed + count, may_take=not room.is_short):
+                self._take(live, count, chunks, room)
+            else:
+                room.is_short = True
 
     def _admit_waiting(self, chunks: list[Chunk], room: "_Room") -> None:
-        while self._waiting and not room.is_empty and len(self._running) < self.limits.max_batch_requests:
-            entry = self._waiting[0]
-            count = min(len(entry.tokens), room.tokens)
-            if blocks_for(count, self.limits.page_size) > self._pool.num_free:
+        limits = self.limits
+        while self._waiting and room.has_some and len(self._running) < limits.max_batch_requests:
+            live = self._waiting[0]
+            known = self._find_prefix(live)
+            start = len(known) * limits.page_size
+            count = min(len(live.tokens) - start, room.tokens)
+            wanted = blocks_for(start + count, limits.page_size) - len(known) + self._pool.num_cached_among(known)
+            if wanted > self._pool.num_available:
                 return
-            self._waiting.popleft()
-            insort(self._running, entry, key=_arrival)
-            self._grow(entry, count)
-            entry.move(RequestState.PREFILL)
-            chunks.append(self._take(entry, count, room))
+            self._pool.share(known)
+            self.num_reused_tokens += start
+            live.num_computed, live.blocks = start, known
+            live.move(RequestState.PREFILL)
+            del self._waiting[0]
+            insort(self._running, live, key=_order)
+            self._grow(live, start + count)
+            self._take(live, count, chunks, room)
 
-    def _take(self, entry: _Entry, count: int, room: "_Room") -> Chunk:
+    def _find_prefix(self, live: LiveRequest) -> list[int]:
+        """Blocks that hold its beginning already; one token at least is left to compute, in a block of its own."""
+        if not self.limits.prefix_reuse:
+            return []
+        return self._pool.find(live.keys(len(live.tokens) - 1, self.limits.page_size))
+
+    def _take(self, live: LiveRequest, count: int, chunks: list[Chunk], room: "_Room") -> None:
+        """Add a chunk. Blocks that it fills can be found at once: who takes one over is computed in this batch or a later one."""
+        page_size, start = self.limits.page_size, live.num_computed
         room.tokens -= count
         room.requests -= 1
-        entry.is_in_flight = True
-        start = entry.num_computed
-        return Chunk(
-            request_id=entry.request.request_id,
-            arrival=entry.arrival,
-            start=start,
-            token_ids=tuple(islice(entry.tokens, start, start + count)),
-            blocks=tuple(entry.blocks),
-            is_sampled=start + count == len(entry.tokens),
-            sampling=entry.request.sampling,
-        )
+        chunks.append(live.take(count))
+        if self.limits.prefix_reuse:
+            keys = live.keys(live.num_computed, page_size)
+            for index in range(start // page_size, len(keys)):
+                self._pool.remember(live.blocks[index], keys[index])
 
-    def _make_room(self, entry: _Entry, length: int) -> bool:
-        """Get blocks for ``length`` tokens, putting newer requests back, newest first; whether ``entry`` has them.
+    def _make_room(self, live: LiveRequest, length: int, *, may_take: bool) -> bool:
+        """Get blocks for ``length`` tokens, putting those behind back, the last one first; whether ``live`` has them.
 
-        One that gets none keeps what it holds and waits: older ones end, or take its blocks.
+        One that gets none keeps what it holds and waits: those before it end, or take its blocks. Nobody behind it takes any.
         """
-        while blocks_for(length, self.limits.page_size) - len(entry.blocks) > self._pool.num_free:
-            newer = [other for other in self._running if other.arrival > entry.arrival and not other.is_in_flight]
-            if not newer:
+        wanted = blocks_for(length, self.limits.page_size) - len(live.blocks)
+        if wanted > 0 and not may_take:
+            return False
+        while wanted > self._pool.num_available:
+            behind = [other for other in self._running if other.order > live.order and not other.is_in_flight]
+            if not behind:
                 return False
-            self._preempt(newer[-1])
-        self._grow(entry, length)
+            self._put_back(behind[-1])
+        self._grow(live, length)
         return True
 
-    def _grow(self, entry: _Entry, length: int) -> None:
-        entry.blocks += self._pool.allocate(max(0, blocks_for(length, self.limits.page_size) - len(entry.blocks)))
+    def _grow(self, live: LiveRequest, length: int) -> None:
+        live.blocks += self._pool.allocate(max(0, blocks_for(length, self.limits.page_size) - len(live.blocks)))
 
-    def _preempt(self, entry: _Entry) -> None:
-        self._free(entry)
-        entry.num_computed = 0
-        entry.move(RequestState.WAITING)
-        insort(self._waiting, entry, key=_arrival)
+    def _put_back(self, live: LiveRequest) -> None:
+        self._free(live)
+        live.num_computed = 0
+        live.move(RequestState.WAITING)
+        insort(self._waiting, live, key=_order)
 
-    def _append(self, entry: _Entry, token: int) -> StepOutput:
-        entry.tokens.append(token)
-        sampling = entry.request.sampling
+    def _append(self, live: LiveRequest, token: int) -> StepOutput:
+        live.tokens.append(token)
+        sampling = live.request.sampling
         reason = None
         if token in sampling.stop_token_ids:
             reason = FinishReason.STOP
-        elif entry.num_new_tokens >= sampling.max_new_tokens:
+        elif live.num_new_tokens >= sampling.max_new_tokens:
             reason = FinishReason.LENGTH
         if reason is not None:
-            self._end(entry, RequestState.FINISHED)
-        elif entry.state is RequestState.PREFILL:
-            entry.move(RequestState.DECODE)
-        return StepOutput(request_id=entry.request.request_id, token_ids=(token,), finish_reason=reason)
+            self._end(live, RequestState.FINISHED)
+        elif live.state is RequestState.PREFILL:
+            live.move(RequestState.DECODE)
+        return StepOutput(request_id=live.request.request_id, token_ids=(token,), finish_reason=reason)
 
-    def _end(self, entry: _Entry, state: RequestState) -> None:
-        if entry.state is not RequestState.WAITING:
-            self._free(entry)
-        entry.move(state)
-        del self._entries[entry.request.request_id]
+    def _end(self, live: LiveRequest, state: RequestState) -> None:
+        if live.state is not RequestState.WAITING:
+            self._free(live)
+        live.move(state)
+        del self._alive[live.request.request_id]
 
-    def _free(self, entry: _Entry) -> None:
-        self._running.remove(entry)
-        self._pool.release(entry.blocks)
-        entry.blocks = []
+    def _free(self, live: LiveRequest) -> None:
+        self._running.remove(live)
+        self._pool.release(live.blocks)
+        live.blocks = []
 
 
 @dataclass(slots=True)
 class _Room:
-    """What is left of one batch's budgets."""
+    """What is left of one batch's budgets, and whether someone found no block, so that nobody behind may take one."""
 
     tokens: int
     requests: int
+    is_short: bool = False
 
     @property
-    def is_empty(self) -> bool:
-        return self.tokens < 1 or self.requests < 1
+    def has_some(self) -> bool:
+        return self.tokens > 0 and self.requests > 0 and not self.is_short

@@ -14,6 +14,8 @@ from parallel_runtime.serving.messages import (
     FinishReason,
     FrontMessage,
     LeaderMessage,
+    Ping,
+    Pong,
     Rejected,
     Request,
     SamplingParams,
@@ -149,6 +151,12 @@ def test_messages_that_may_bring_work_are_counted(office: Office) -> None:
     assert office.desk.collect(None, wait_s=0.0).shutdown
     assert (office.desk.num_told, office.desk.is_over) == (4, True)
     assert office.desk.collect(None, wait_s=0.0).shutdown, "it stays over, as long as other leaders go on"
+
+
+def test_the_front_hears_that_the_loop_turns(office: Office) -> None:
+    office.say(Ping(), Submit(make("a")))
+    assert office.desk.collect(None, wait_s=1.0) == Step(requests=(make("a"),))
+    assert (office.heard(), office.desk.num_told) == ([Pong()], 1)
 
 
 def test_a_front_that_is_gone_is_over(office: Office) -> None:

@@ -12,6 +12,8 @@ from parallel_runtime.serving.messages import (
     FinishReason,
     FrontMessage,
     LeaderMessage,
+    Ping,
+    Pong,
     Ready,
     Rejected,
     Request,
@@ -36,9 +38,10 @@ JUNK: st.SearchStrategy[object] = st.one_of(
 )
 
 REQUEST = Request(request_id="a", prompt=(1, 2), sampling=SamplingParams(temperature=0.5, seed=2**63 - 1, stop_token_ids=(0,)))
+CONTINUED = Request(request_id="a", prompt=(1, 2), sampling=SamplingParams(max_new_tokens=3), made=(4, 5))
 
 
-@pytest.mark.parametrize("message", [Submit(REQUEST), Abort("a"), Abort(), Shutdown()])
+@pytest.mark.parametrize("message", [Submit(REQUEST), Submit(CONTINUED), Abort("a"), Abort(), Shutdown(), Ping()])
 def test_front_messages_come_back(message: FrontMessage) -> None:
     assert decode_front(encode(message)) == message
 
@@ -49,6 +52,7 @@ def test_front_messages_come_back(message: FrontMessage) -> None:
         Ready(dp_rank=1, num_blocks=3, page_size=16, max_request_tokens=9, vocab_size=7, ranks=("rank 0",)),
         StepOutput(request_id="a", token_ids=(5,), finish_reason=FinishReason.STOP),
         Rejected(request_id="a", message="why", queue_full=True),
+        Pong(),
     ],
 )
 def test_leader_messages_come_back(message: LeaderMessage) -> None:
@@ -138,6 +142,8 @@ def test_requests_that_cannot_be() -> None:
         ({"prompt": [1]}, r"the prompt of request 'a' must be a tuple of token ids such as \(1, 2\), got \[1\]"),
         ({"prompt": b"abc"}, "the prompt of request 'a' must be a tuple"),
         ({"sampling": None}, "the sampling of request 'a' must be SamplingParams, got None"),
+        ({"made": [1]}, "what request 'a' has made must be a tuple of token ids"),
+        ({"made": (1,) * 64}, "what request 'a' has made is 64 tokens already, of at most 64"),
     ],
 )
 def test_values_of_other_types_are_no_request(values: dict[str, object], text: str) -> None:

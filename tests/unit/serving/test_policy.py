@@ -1,5 +1,6 @@
 """The scheduling policy, step by step."""
 
+import msgspec
 import pytest
 
 from parallel_runtime.errors import ArgumentError, QueueFullError, RequestError
@@ -50,6 +51,15 @@ def test_a_stop_token_ends_and_is_returned() -> None:
     _, outputs = turn(policy, 7)
     assert outputs == [StepOutput("a", (7,), FinishReason.STOP)]
     assert policy.state("a") is None
+
+
+def test_a_request_goes_on_after_what_another_replica_made() -> None:
+    policy = make_policy()
+    policy.add(msgspec.structs.replace(make("a", 3, new=4), made=(7, 8)))
+    batch, outputs = turn(policy, 9)
+    assert batch.chunks[0].token_ids == (0, 1, 2, 7, 8)
+    assert outputs == [StepOutput("a", (9,))]
+    assert turn(policy, 6)[1] == [StepOutput("a", (6,), FinishReason.LENGTH)]
 
 
 def test_a_long_prompt_is_computed_in_chunks() -> None:
