@@ -317,6 +317,19 @@ class Collectives:
             )
         return _deliver(out, output)
 
+    def scatter_parts(self, output: Tensor, parts: Sequence[Tensor] | None, src: int, timeout_s: float | None) -> Tensor:
+        """Deal out the parts on ``src``, which are all like ``output`` on every member."""
+        core = self._core
+        limit_s = core.deadline(timeout_s, core.collective_s)
+        at_src = core.member(src, "src") == core.communicator.rank_in_group
+        check_writable(core.on_device(output), "scatter")
+        target = output if output.is_contiguous() and not output.requires_grad else torch.empty_like(output).contiguous()
+        if at_src and (parts is None or {(part.dtype, part.shape) for part in parts} != {(output.dtype, output.shape)}):
+            raise ArgumentError("scatter: the source hands over one part per member, each of the shape and dtype of the output")
+        inputs = [movable(self._dense(part)) for part in parts] if at_src and parts is not None else None
+        self._agreed("scatter", output, ("from member", src), core.communicator.scatter, movable(target), inputs, src, limit_s)
+        return _deliver(output, target)
+
     def barrier(self, timeout_s: float | None) -> None:
         """Wait for every member."""
         core = self._core

@@ -14,7 +14,7 @@ from torch._C import _distributed_c10d as c10d
 
 from parallel_runtime.comm.collectives import Collectives
 from parallel_runtime.comm.communicator import ReduceOp
-from parallel_runtime.comm.p2p import PointToPoint
+from parallel_runtime.comm.p2p import PointToPoint, RecvHandle, SendHandle
 from parallel_runtime.errors import ArgumentError
 
 __all__ = ["RoutedProcessGroup", "register", "unregister"]
@@ -71,6 +71,35 @@ class _Done(_Work):  # type: ignore[misc]  # see above
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
         """A future that is done."""
         return self._future
+
+
+@final
+class _UnderWay(_Work):  # type: ignore[misc]  # see above
+    """Sends or receives under way, which the group keeps until they are done."""
+
+    def __init__(self, handles: Sequence[SendHandle | RecvHandle], tensors: Sequence[Tensor]) -> None:
+        super().__init__()
+        self._handles = handles
+        self._tensors = list(tensors)
+
+    def is_completed(self) -> bool:
+        """Whether ``wait`` would return at once, as far as is known."""
+        return all(handle.is_done() for handle in self._handles)
+
+    def is_success(self) -> bool:
+        """As ``is_completed``; a failure is raised by ``wait``."""
+        return self.is_completed()
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait for all of them, by default as long as the group waits for a peer; a second wait returns at once."""
+        seconds = timeout.total_seconds() if timeout else 0.0
+        for handle in self._handles:
+            handle.wait(seconds if seconds > 0 else None)
+        return True
+
+    def result(self) -> list[Tensor]:
+        """The tensors that are moved."""
+        return self._tensors
 
 
 @final
@@ -196,22 +225,31 @@ class RoutedProcessGroup(_ProcessGroup):  # type: ignore[misc]  # see above
                     row.copy_(part.view(row.shape))
         return _Done([row for rows in outputs for row in rows])
 
+    def scatter(self, outputs: Any, tensors: Any, opts: Any = None) -> "_Done":
+        """Deal out the root's list."""
+        for position, output in enumerate(outputs):
+            parts = tensors[position] if opts.rootRank == self.rank() else None
+            self._collectives.scatter_parts(output, parts, opts.rootRank, _seconds(opts))
+        return _Done(outputs)
+
     def barrier(self, opts: Any = None) -> "_Done":
         """Wait for every member."""
         self._collectives.barrier(_seconds(opts))
         return _Done()
 
-    def send(self, tensors: Sequence[Tensor], dst: int, tag: int = 0) -> "_Done":
-        """Start a send."""
-        for tensor in tensors:
-            self._p2p.isend(tensor, dst, tag, True)
-        return _Done(tensors)
+    def send(self, tensors: Sequence[Tensor], dst: int, tag: int = 0) -> "_UnderWay":
+        """Start a send; the tensors may be changed at once."""
+        return _UnderWay([self._p2p.isend(tensor, dst, tag, True) for tensor in tensors], tensors)
 
-    def recv(self, tensors: Sequence[Tensor], src: int, tag: int = 0) -> "_Done":
-        """Receive into ``tensors``, of the shape and dtype that was sent."""
-        for tensor in tensors:
-            self._p2p.recv(src, tag, tensor, None)
-        return _Done(tensors)
+    def recv(self, tensors: Sequence[Tensor], src: int, tag: int = 0) -> "_UnderWay":
+        """Start a receive into ``tensors``, of the shape and dtype that was sent."""
+        return _UnderWay([self._p2p.irecv(src, tag, tensor) for tensor in tensors], tensors)
+
+    def allgather_coalesced(self, outputs: Any, tensors: Any, opts: Any = None) -> "_Done":
+        """Gather several into one list of tensors per member."""
+        for position, tensor in enumerate(tensors):
+            self.allgather([[rows[position] for rows in outputs]], [tensor], opts)
+        return _Done([row for rows in outputs for row in rows])
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced

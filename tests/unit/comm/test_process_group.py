@@ -8,9 +8,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch._C import _distributed_c10d as c10d
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from parallel_runtime.comm import GroupCoordinator
-from parallel_runtime.errors import ArgumentError, ContextStateError
+from parallel_runtime.errors import ArgumentError, CollectiveMismatchError, ContextStateError
 from tests.spmd.worlds import World
 
 funcol: Any = functional
@@ -105,5 +107,113 @@ def test_symmetric_tensors_give_the_same_results_everywhere(world: World) -> Non
         assert (mine.shape, mine.dtype, mine.device) == ((2, 8192), torch.float32, group.device)
         assert torch.equal(group.all_gather(mine), torch.cat([torch.full((2, 8192), 1.0), torch.full((2, 8192), 2.0)]))
         assert torch.equal(group.all_reduce_(mine), torch.full((2, 8192), 3.0))
+
+    world(2, body)
+
+
+def test_lists_and_roots(world: World) -> None:
+    def body(group: GroupCoordinator) -> None:
+        pg, rank = group.process_group, group.rank_in_group
+        part = torch.empty(2, 4).t()
+        dist.scatter(part, [torch.full((4, 2), 5.0), torch.full((4, 2), 6.0)] if rank == 1 else None, group_src=1, group=pg)
+        assert torch.equal(part, torch.full((4, 2), 5.0 + rank))
+        rows = [torch.empty(4), torch.empty(4)] if rank == 0 else None
+        dist.gather(row(rank), rows, group_dst=0, group=pg)
+        assert rows is None or torch.equal(rows[1], row(1))
+        x = row(rank)
+        dist.reduce(x, group_dst=1, group=pg)
+        assert torch.equal(x, row(0) + row(1) if rank == 1 else row(0))
+        parts = [torch.empty(2), torch.empty(2)]
+        dist.all_to_all(parts, [row(rank)[:2], row(rank)[2:]], group=pg)
+        assert torch.equal(torch.stack(parts), torch.stack([row(0), row(1)]).view(2, 2, 2)[:, rank])
+        dist.reduce_scatter(parts[0], [row(rank)[:2], row(rank)[2:]], group=pg)
+        assert torch.equal(parts[0], (row(0) + row(1)).view(2, 2)[rank])
+        found: list[object] = [None, None]
+        dist.all_gather_object(found, {"rank": rank}, group=pg)
+        assert found == [{"rank": 0}, {"rank": 1}]
+        with pytest.raises(ArgumentError, match=r"scatter: the source hands over one part per member"):
+            pg.scatter([torch.empty(2)], [[torch.empty(3), torch.empty(3)]], _root(rank))
+
+    world(2, body)
+
+
+def _root(rank: int) -> object:
+    options = c10d.ScatterOptions()
+    options.rootRank = rank
+    return options
+
+
+def test_receives_may_be_started_before_sends(world: World) -> None:
+    def body(group: GroupCoordinator) -> None:
+        pg, peer = group.process_group, 1 - group.rank_in_group
+        x = torch.empty(4)
+        receiving: Any = dist.irecv(x, group_src=peer, group=pg)
+        sending: Any = dist.isend(row(group.rank_in_group), group_dst=peer, group=pg)
+        for work in (receiving, sending, receiving):
+            assert work.wait()
+        assert receiving.is_completed()
+        assert receiving.is_success()
+        assert torch.equal(receiving.result()[0], row(peer))
+        wrong: Any = dist.irecv(torch.empty(3), group_src=peer, group=pg)
+        sending = dist.isend(row(0), group_dst=peer, group=pg)
+        for work in (wrong, sending):
+            with pytest.raises(
+                CollectiveMismatchError, match=r"the receiver has room for float32\[3\], the sender sent float32\[4\]"
+            ):
+                work.wait()
+
+    world(2, body)
+
+
+def test_functional_collectives_of_several_tensors(world: World) -> None:
+    def body(group: GroupCoordinator) -> None:
+        pg, rank = group.process_group, group.rank_in_group
+        tensors = [row(rank), row(rank)[:2]]
+        totals = [funcol.wait_tensor(x) for x in funcol.all_reduce_coalesced(tensors, "sum", pg)]
+        assert torch.equal(totals[1], (row(0) + row(1))[:2])
+        joined = [funcol.wait_tensor(x) for x in funcol.all_gather_into_tensor_coalesced(tensors, pg)]
+        assert torch.equal(joined[0], torch.cat([row(0), row(1)]))
+        parts = [funcol.wait_tensor(x) for x in funcol.reduce_scatter_tensor_coalesced(tensors, "sum", [0, 0], pg)]
+        assert torch.equal(parts[1], (row(0) + row(1))[rank : rank + 1])
+        swapped = funcol.wait_tensor(funcol.all_to_all_single(row(rank), None, None, pg))
+        assert torch.equal(swapped, torch.cat([row(0)[2 * rank : 2 * rank + 2], row(1)[2 * rank : 2 * rank + 2]]))
+        assert torch.equal(funcol.wait_tensor(funcol.broadcast(row(rank), 1, pg)), row(1))
+
+    world(2, body)
+
+
+class _Mesh(DeviceMesh):
+    """One row of ranks without a default group, which torch's own class asks for the position."""
+
+    def __init__(self, group: GroupCoordinator) -> None:
+        pg = group.process_group
+        ranks = list(range(group.world_size))
+        super().__init__("cpu", ranks, mesh_dim_names=(group.key,), _init_backend=False, _rank=group.rank_in_group)
+        self._dim_group_names: Any = [pg.group_name]
+        self._pg_registry = {pg.group_name: pg}
+        self._position = group.rank_in_group
+
+    def get_local_rank(self, mesh_dim: int | str | None = None) -> int:
+        return self._position
+
+
+@pytest.mark.filterwarnings("ignore:CPU process group does not support alltoall")
+def test_dtensor_is_distributed_and_redistributed(world: World) -> None:
+    full = torch.arange(15.0).view(5, 3)
+
+    def body(group: GroupCoordinator) -> None:
+        mesh = _Mesh(group)
+        sharded = distribute_tensor(full, mesh, [Shard(0)], src_data_rank=None)
+        assert torch.equal(sharded.to_local(), full.chunk(2)[group.rank_in_group])
+        assert torch.equal(sharded.full_tensor(), full)
+        columns = sharded.redistribute(mesh, [Shard(1)])
+        assert torch.equal(columns.to_local(), full.chunk(2, 1)[group.rank_in_group])
+        partial = DTensor.from_local(full, mesh, [Partial()])
+        assert torch.equal(partial.redistribute(mesh, [Replicate()]).to_local(), 2 * full)
+        assert torch.equal(partial.redistribute(mesh, [Shard(0)]).full_tensor(), 2 * full)
+        mine = full if group.is_first_rank else torch.zeros(5, 3)
+        assert torch.equal(distribute_tensor(mine, mesh, [Replicate()]).to_local(), full)
+        weight: Any = distribute_tensor(torch.ones(3, 4), mesh, [Shard(1)], src_data_rank=None)
+        assert torch.equal((distribute_tensor(full, mesh, [Replicate()]) @ weight).full_tensor(), full @ torch.ones(3, 4))
 
     world(2, body)
