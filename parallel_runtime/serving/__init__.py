@@ -2,12 +2,15 @@
 
 from parallel_runtime.serving.arguments import Prompt
 from parallel_runtime.serving.balancer import BalancePolicy, Balancer
+from parallel_runtime.serving.batch import Batch, Chunk
 from parallel_runtime.serving.blocks import BlockPool, blocks_for
 from parallel_runtime.serving.controller import DataParallelController, RequestResult, RequestStream
 from parallel_runtime.serving.engine import Completion, Engine, EngineState, StreamEvent
-from parallel_runtime.serving.messages import FinishReason, Ready, Request, SamplingParams
-from parallel_runtime.serving.policy import Batch, Chunk, PolicyLimits, RequestState, SchedulingPolicy
+from parallel_runtime.serving.live_request import RequestState
+from parallel_runtime.serving.messages import FinishReason, Ready, Request
+from parallel_runtime.serving.policy import PolicyLimits, SchedulingPolicy
 from parallel_runtime.serving.runner import ModelRunner
+from parallel_runtime.serving.sampling_params import SamplingParams
 from parallel_runtime.serving.scheduler import Scheduler
 from parallel_runtime.serving.serving_config import ServingConfig
 from parallel_runtime.serving.worker import TpModelWorker

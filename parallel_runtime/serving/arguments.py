@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Set
 from typing import TypeAlias
 
 from parallel_runtime.errors import RequestError
-from parallel_runtime.serving.messages import SamplingParams
+from parallel_runtime.serving.sampling_params import SamplingParams
 
 __all__ = ["Prompt", "prompt_list", "sampling_list"]
 

@@ -23,7 +23,8 @@ from parallel_runtime.serving.balancer import BalancePolicy
 from parallel_runtime.serving.controller import DataParallelController, RequestStream
 from parallel_runtime.serving.executors import RankExecutor, ThreadRanks, serve_rank_process
 from parallel_runtime.serving.lockstep import needs_lockstep
-from parallel_runtime.serving.messages import Abort, FinishReason, Ready, Request, SamplingParams
+from parallel_runtime.serving.messages import Abort, FinishReason, Ready, Request
+from parallel_runtime.serving.sampling_params import SamplingParams
 from parallel_runtime.serving.serving_config import ServingConfig
 from parallel_runtime.serving.worker import check_servable
 from parallel_runtime.topology.shards import split_layers

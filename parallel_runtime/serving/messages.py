@@ -4,17 +4,16 @@ Front process to a leader: ``Submit``, ``Abort``, ``Shutdown``, ``Wake``, ``Ping
 ``StepOutput``, ``Rejected``, ``Pong``. Leader to the other ranks of its replica: one ``Step`` per turn of the loop.
 """
 
-import difflib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import StrEnum
-from math import isfinite
-from types import MappingProxyType
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import msgspec
 
 from parallel_runtime.errors import RequestError, SerializationError
+from parallel_runtime.serving.checks import check_name, check_tokens, shown
+from parallel_runtime.serving.sampling_params import SamplingParams
 
 __all__ = [
     "Abort",
@@ -26,11 +25,12 @@ __all__ = [
     "Ready",
     "Rejected",
     "Request",
-    "SamplingParams",
+    "Sampled",
     "Shutdown",
     "Step",
     "StepOutput",
     "Submit",
+    "TokenLogprobs",
     "Unreadable",
     "Wake",
     "decode_front",
@@ -39,8 +39,7 @@ __all__ = [
     "read_front",
 ]
 
-_MAX_INTEGER = 2**63 - 1
-_GREEDY_BELOW = 1e-6
+_MAX_PRIORITY = 8
 
 
 class FinishReason(StrEnum):
@@ -51,77 +50,6 @@ class FinishReason(StrEnum):
     ABORT = "abort"
 
 
-_OTHER_NAMES = MappingProxyType(
-    {
-        **dict.fromkeys(("max_tokens", "max_length", "max_completion_tokens"), "max_new_tokens"),
-        **dict.fromkeys(("stop", "stop_strings", "eos_token_id"), "stop_token_ids"),
-        "random_seed": "seed",
-    }
-)
-
-
-class _ByName(msgspec.StructMeta):
-    """Says which setting is meant where an instance is made with a name that other projects use."""
-
-    def __call__(self, *unnamed: object, **values: object) -> Any:
-        known = self.__struct_fields__
-        if unnamed:
-            raise RequestError(
-                f"{self.__name__} takes no values without names; give them by name: {self.__name__}({known[0]}=...)"
-            )
-        for name in values:
-            if name not in known:
-                close = _OTHER_NAMES.get(name) or next(iter(difflib.get_close_matches(name, known, n=1)), None)
-                hint = f"did you mean {close!r}?" if close else f"it has {', '.join(known)}"
-                raise RequestError(f"{self.__name__} has no setting {name!r}; {hint}")
-        return super().__call__(**values)
-
-
-class SamplingParams(msgspec.Struct, metaclass=_ByName, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How the tokens of one request are chosen and when it ends.
-
-    Attributes:
-        max_new_tokens: Tokens to make at most, at least 1.
-        temperature: 0 is greedy; above 0 draws from the softmax of ``logits / temperature``. What is below 1e-6 is greedy too: no
-            other token is left with a probability.
-        top_k: Draw among the ``top_k`` most likely tokens only; ``None`` keeps all.
-        top_p: Draw among the fewest most likely tokens whose probabilities reach ``top_p``, in ``(0, 1]``.
-        seed: Seed of this request's own random stream; equal seeds, equal tokens on every layout. ``None``: the replica chooses.
-        stop_token_ids: The request ends after one of these tokens.
-        ignore_eos: Go on after the model's end-of-sequence token.
-
-    Raises:
-        RequestError: There is no such setting, or a value has another type or is outside its range; nothing is converted.
-    """
-
-    max_new_tokens: int = 64
-    temperature: float = 0.0
-    top_k: int | None = None
-    top_p: float = 1.0
-    seed: int | None = None
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-
-    def __post_init__(self) -> None:
-        _check_integer("max_new_tokens", self.max_new_tokens, low=1)
-        if not _is_number(self.temperature) or self.temperature < 0:
-            raise RequestError(f"temperature={_shown(self.temperature)} must be a finite number >= 0; 0 is greedy")
-        if self.top_k is not None:
-            _check_integer("top_k", self.top_k, low=1)
-        if not _is_number(self.top_p) or not 0 < self.top_p <= 1:
-            raise RequestError(f"top_p={_shown(self.top_p)} must be in (0, 1]; 1 keeps every token")
-        if self.seed is not None:
-            _check_integer("seed", self.seed, low=0)
-        _check_tokens("stop_token_ids", self.stop_token_ids, each="a stop token id")
-        if type(self.ignore_eos) is not bool:
-            raise RequestError(f"ignore_eos={self.ignore_eos!r} must be True or False")
-
-    @property
-    def is_greedy(self) -> bool:
-        """Whether the most likely token is always taken."""
-        return self.temperature < _GREEDY_BELOW
-
-
 class Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One prompt to continue.
 
@@ -130,20 +58,22 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         prompt: Token ids, at least one.
         sampling: How tokens are chosen. ``stop_token_ids`` already holds the model's end-of-sequence ids where those count.
         made: New tokens that a replica which is gone has made and handed out; the request goes on after them.
+        priority: From -8 to 8. Each step up is worth 64 places in the queue: as if the request had arrived 64 requests earlier.
 
     Raises:
-        RequestError: The prompt is empty, the id is empty, a token id is not an integer >= 0, a value has another type, or nothing
-            is left to make.
+        RequestError: The prompt is empty, the id is empty, a token id is not an integer >= 0, a value has another type or is outside
+            its range, or nothing is left to make.
     """
 
     request_id: str
     prompt: tuple[int, ...]
     sampling: SamplingParams
     made: tuple[int, ...] = ()
+    priority: int = 0
 
     def __post_init__(self) -> None:
-        _check_name(self.request_id)
-        _check_tokens(
+        check_name(self.request_id)
+        check_tokens(
             f"the prompt of request {self.request_id!r}", self.prompt, each=f"a prompt token of request {self.request_id!r}"
         )
         if not self.prompt:
@@ -151,7 +81,12 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         if type(self.sampling) is not SamplingParams:
             raise RequestError(f"the sampling of request {self.request_id!r} must be SamplingParams, got {self.sampling!r}")
         made = f"what request {self.request_id!r} has made"
-        _check_tokens(made, self.made, each=f"a token of {made}")
+        check_tokens(made, self.made, each=f"a token of {made}")
+        if type(self.priority) is not int or abs(self.priority) > _MAX_PRIORITY:
+            raise RequestError(
+                f"the priority of request {self.request_id!r} must be an integer from {-_MAX_PRIORITY} to {_MAX_PRIORITY}, "
+                f"got {shown(self.priority)}"
+            )
         if len(self.made) >= self.sampling.max_new_tokens:
             raise RequestError(f"{made} is {len(self.made)} tokens already, of at most {self.sampling.max_new_tokens}")
 
@@ -178,7 +113,7 @@ class Abort(msgspec.Struct, frozen=True, tag=True):
 
     def __post_init__(self) -> None:
         if self.request_id is not None:
-            _check_name(self.request_id)
+            check_name(self.request_id)
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag=True):
@@ -227,6 +162,30 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     ranks: tuple[str, ...] = ()
 
 
+class TokenLogprobs(msgspec.Struct, frozen=True):
+    """What the model thought of one new token and of the likeliest ones in its place.
+
+    Attributes:
+        logprob: Natural logarithm of the token's probability.
+        top: Ids and log-probabilities of the most likely tokens, the likeliest first.
+    """
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class Sampled(msgspec.Struct, frozen=True):
+    """What the last stage makes of a batch.
+
+    Attributes:
+        token_ids: The token of each of ``batch.sampled``, in that order.
+        logprobs: By request, where they are wanted.
+    """
+
+    token_ids: tuple[int, ...]
+    logprobs: dict[str, TokenLogprobs] = msgspec.field(default_factory=dict)
+
+
 class StepOutput(msgspec.Struct, frozen=True, tag=True):
     """Leader to front: new tokens of one request.
 
@@ -234,11 +193,13 @@ class StepOutput(msgspec.Struct, frozen=True, tag=True):
         request_id: The request.
         token_ids: Tokens made since its last output; may be empty when it ends.
         finish_reason: Why it ended; ``None`` while it goes on.
+        logprobs: Of each of ``token_ids``, where they are wanted.
     """
 
     request_id: str
     token_ids: tuple[int, ...] = ()
     finish_reason: FinishReason | None = None
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 class Rejected(msgspec.Struct, frozen=True, tag=True):
@@ -372,36 +333,3 @@ def _outline(payload: bytes) -> _Outline:
         return msgspec.msgpack.decode(payload, type=_Outline)
     except (msgspec.DecodeError, ValueError, RecursionError):
         return _Outline()
-
-
-def _check_integer(what: str, value: object, *, low: int) -> None:
-    if type(value) is not int or value < low:
-        raise RequestError(f"{what} must be an integer of at least {low}, got {_shown(value)}")
-    if value > _MAX_INTEGER:
-        raise RequestError(f"{what} must be below 2**63, got {_shown(value)}")
-
-
-def _shown(value: object) -> str:
-    """Python refuses to write down an integer of thousands of digits."""
-    if isinstance(value, int) and value.bit_length() > 128:
-        return f"an integer of {value.bit_length()} bits"
-    return repr(value)
-
-
-def _check_tokens(what: str, values: object, *, each: str) -> None:
-    if not isinstance(values, tuple):
-        raise RequestError(f"{what} must be a tuple of token ids such as (1, 2), got {values!r}")
-    for value in values:
-        _check_integer(each, value, low=0)
-
-
-def _check_name(value: object) -> None:
-    if not isinstance(value, str) or not value:
-        raise RequestError(f"a request needs a request_id that is not empty, as text; got {value!r}")
-    if not value.isprintable():
-        raise RequestError(f"request_id={value!r} has characters that cannot be printed")
-
-
-def _is_number(value: object) -> bool:
-    """Such as every message can carry: a finite float, or an integer of 63 bits."""
-    return isfinite(value) if type(value) is float else type(value) is int and abs(value) <= _MAX_INTEGER

@@ -8,7 +8,8 @@ import torch
 
 from parallel_runtime.errors import RequestError
 from parallel_runtime.serving.arguments import prompt_list, sampling_list
-from parallel_runtime.serving.messages import Request, SamplingParams
+from parallel_runtime.serving.messages import Request
+from parallel_runtime.serving.sampling_params import SamplingParams
 
 GREEDY, DRAWN = SamplingParams(), SamplingParams(temperature=1.0)
 

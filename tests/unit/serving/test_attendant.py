@@ -14,7 +14,8 @@ import pytest
 from parallel_runtime.errors import ContextStateError, ParallelRuntimeError, PeerLostError, RankFailedError
 from parallel_runtime.serving.attendant import Attendant
 from parallel_runtime.serving.controller import DataParallelController, Delivery
-from parallel_runtime.serving.messages import Request, SamplingParams, StepOutput, encode
+from parallel_runtime.serving.messages import Request, StepOutput, encode
+from parallel_runtime.serving.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.timeout(20)
 

@@ -21,7 +21,6 @@ from parallel_runtime.serving.messages import (
     Ready,
     Rejected,
     Request,
-    SamplingParams,
     Shutdown,
     StepOutput,
     Submit,
@@ -29,6 +28,7 @@ from parallel_runtime.serving.messages import (
     decode_front,
     encode,
 )
+from parallel_runtime.serving.sampling_params import SamplingParams
 
 
 def make(name: str, length: int = 1, new: int = 1) -> Request:

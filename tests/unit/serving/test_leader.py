@@ -18,7 +18,6 @@ from parallel_runtime.serving.messages import (
     Pong,
     Rejected,
     Request,
-    SamplingParams,
     Shutdown,
     Step,
     StepOutput,
@@ -28,6 +27,7 @@ from parallel_runtime.serving.messages import (
     encode,
 )
 from parallel_runtime.serving.policy import PolicyLimits, SchedulingPolicy
+from parallel_runtime.serving.sampling_params import SamplingParams
 
 
 def make(name: str, *prompt: int, new: int = 4) -> Request:

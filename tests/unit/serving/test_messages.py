@@ -17,7 +17,6 @@ from parallel_runtime.serving.messages import (
     Ready,
     Rejected,
     Request,
-    SamplingParams,
     Shutdown,
     StepOutput,
     Submit,
@@ -25,6 +24,7 @@ from parallel_runtime.serving.messages import (
     decode_leader,
     encode,
 )
+from parallel_runtime.serving.sampling_params import SamplingParams
 
 JUNK: st.SearchStrategy[object] = st.one_of(
     st.none(),
@@ -63,7 +63,7 @@ def test_leader_messages_come_back(message: LeaderMessage) -> None:
     ("name", "hint"),
     [
         ("max_tokens", "did you mean 'max_new_tokens'"),
-        ("stop", "did you mean 'stop_token_ids'"),
+        ("stop_strings", "did you mean 'stop'"),
         ("temprature", "did you mean 'temperature'"),
         ("zz", "it has max_new_tokens, temperature, "),
     ],

@@ -4,8 +4,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parallel_runtime.serving.messages import SamplingParams
 from parallel_runtime.serving.sampling import mix_seed, sample_token
+from parallel_runtime.serving.sampling_params import SamplingParams
 
 LOGITS = torch.tensor([2.0, 1.0, 0.0, -1.0, -torch.inf])
 
