@@ -5,6 +5,8 @@ from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from typing import final
 
+import msgspec
+
 from parallel_runtime.errors import QueueFullError, RequestError
 from parallel_runtime.serving.messages import (
     Abort,
@@ -15,10 +17,12 @@ from parallel_runtime.serving.messages import (
     Pong,
     Rejected,
     Request,
+    Sampled,
     Shutdown,
     Step,
     StepOutput,
     Submit,
+    TokenLogprobs,
     Unreadable,
     Wake,
     encode,
@@ -49,22 +53,25 @@ class LeaderDesk:
         self._link = link
         self._policy = policy
         self._vocab_size = vocab_size
+        self._logprobs: dict[str, TokenLogprobs] = {}
         self._is_front_gone = False
         self.num_told = 0
         self.is_over = False
 
-    def collect(self, sampled: tuple[int, ...] | None, *, wait_s: float) -> Step:
+    def collect(self, sampled: Sampled | None, *, wait_s: float) -> Step:
         """Read what has arrived and make it the next step. What can never be served is refused here and enters no step.
 
         Bytes that are no message end nothing: the request they are about is refused, or else they are dropped with a warning.
 
         Args:
-            sampled: Tokens of the batch that is complete now.
+            sampled: What became of the batch that is complete now. Its log-probabilities leave with its tokens and enter no step.
             wait_s: Longest wait for a first message.
 
         Returns:
             The step; its ``shutdown`` is ``is_over``.
         """
+        tokens = None if sampled is None else sampled.token_ids
+        self._logprobs = {} if sampled is None else sampled.logprobs
         requests: dict[str, Request] = {}
         aborts: dict[str, None] = {}
         for message in self._read(wait_s):
@@ -88,8 +95,8 @@ class LeaderDesk:
                     self._refuse(message)
         self.is_over = self.is_over or self._is_front_gone
         if self.is_over:
-            return Step(sampled=sampled, aborts=self._policy.alive, shutdown=True)
-        return Step(sampled=sampled, aborts=tuple(aborts), requests=tuple(requests.values()))
+            return Step(sampled=tokens, aborts=self._policy.alive, shutdown=True)
+        return Step(sampled=tokens, aborts=tuple(aborts), requests=tuple(requests.values()))
 
     def send(self, message: LeaderMessage) -> None:
         """Answer the front process. If it is gone, the next step ends the loop.
@@ -97,6 +104,8 @@ class LeaderDesk:
         Args:
             message: The answer.
         """
+        if isinstance(message, StepOutput) and message.token_ids and message.request_id in self._logprobs:
+            message = msgspec.structs.replace(message, logprobs=(self._logprobs[message.request_id],))
         try:
             self._link.send_bytes(encode(message))
         except OSError:

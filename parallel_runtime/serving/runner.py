@@ -10,9 +10,10 @@ from torch import Tensor
 
 from parallel_runtime.errors import ArgumentError
 from parallel_runtime.models.causal_lm import CausalLM
+from parallel_runtime.serving.batch import Batch
 from parallel_runtime.serving.kv_cache import PagedKvCache
-from parallel_runtime.serving.policy import Batch
-from parallel_runtime.serving.sampling import mix_seed, sample_token
+from parallel_runtime.serving.messages import Sampled
+from parallel_runtime.serving.sampling import TokenSampler
 
 __all__ = ["ModelRunner"]
 
@@ -85,10 +86,8 @@ class ModelRunner:
         return self.model(hidden_TD, positions_T, self._cache.step(batch))  # type: ignore[no-any-return]  # nn.Module.__call__ is untyped
 
     @torch.inference_mode()
-    def sample(self, batch: Batch, hidden_TD: Tensor, *, base_seed: int) -> tuple[int, ...]:
+    def sample(self, batch: Batch, hidden_TD: Tensor, *, base_seed: int) -> Sampled:
         """Choose the next token of each of ``batch.sampled``; last stage only.
-
-        Greedy rows exchange one candidate per rank; only rows that draw gather their logits.
 
         Args:
             batch: The batch.
@@ -96,29 +95,21 @@ class ModelRunner:
             base_seed: Seed of this replica, for requests without one of their own.
 
         Returns:
-            The tokens, in the order of ``batch.sampled``; equal on every member of the stage.
+            The tokens, in the order of ``batch.sampled``, and what else is wanted; equal on every member of the stage.
 
         Raises:
             ArgumentError: This is not the last stage.
 
-        Collective: one exchange of candidates where a row is greedy, one all_gatherv of logits where one draws.
+        Collective: that of ``CausalLM.greedy`` where every row is plain, else those of ``TokenSampler``; none without rows.
         """
-        chunks, rows = batch.sampled, _last_rows(batch)
-        greedy = [index for index, chunk in enumerate(chunks) if chunk.sampling.is_greedy]
-        drawn = [index for index, chunk in enumerate(chunks) if not chunk.sampling.is_greedy]
-        tokens = [0] * len(chunks)
-        if greedy:
-            chosen = self.model.greedy(hidden_TD[[rows[index] for index in greedy]]).tolist()
-            for index, token in zip(greedy, chosen, strict=True):
-                tokens[index] = token
-        if drawn:
-            logits = self.model.logits(hidden_TD[[rows[index] for index in drawn]])
-            for index, logits_V in zip(drawn, logits, strict=True):
-                chunk = chunks[index]
-                seed = chunk.sampling.seed
-                seed = mix_seed(base_seed, chunk.arrival) if seed is None else seed
-                tokens[index] = sample_token(logits_V, chunk.sampling, seed=seed, position=chunk.length)
-        return tuple(tokens)
+        chunks = batch.sampled
+        if not chunks:
+            return Sampled(token_ids=())
+        hidden_SD = hidden_TD[_last_rows(batch)]
+        head = self.model.lm_head
+        if head is None or all(chunk.sampling.is_plain for chunk in chunks):
+            return Sampled(token_ids=tuple(self.model.greedy(hidden_SD).tolist()))
+        return TokenSampler(head.tp, head.shards, base_seed=base_seed).choose(chunks, head.local(hidden_SD))
 
 
 def _last_rows(batch: Batch) -> list[int]:

@@ -20,13 +20,15 @@ from parallel_runtime.errors import ArgumentError, ConfigError
 from parallel_runtime.layers import ExpertGroups
 from parallel_runtime.models.causal_lm import load_model
 from parallel_runtime.models.resolve import open_checkpoint
+from parallel_runtime.serving.batch import Batch
 from parallel_runtime.serving.blocks import blocks_for
 from parallel_runtime.serving.lockstep import needs_lockstep
 from parallel_runtime.serving.memory import available_bytes
-from parallel_runtime.serving.policy import Batch, PolicyLimits
+from parallel_runtime.serving.messages import Sampled
+from parallel_runtime.serving.policy import PolicyLimits
 from parallel_runtime.serving.runner import ModelRunner
-from parallel_runtime.serving.sampling import mix_seed
 from parallel_runtime.serving.serving_config import ServingConfig
+from parallel_runtime.serving.token_keys import mix_seed
 from parallel_runtime.topology.shards import split_experts, split_layers
 
 __all__ = ["TpModelWorker", "check_servable"]
@@ -99,7 +101,7 @@ class TpModelWorker:
         self.limits = self._agree_limits(config, loaded.config.max_positions)
         self.runner.open_cache(self.limits.num_blocks, device=ctx.device)
         self.seed = self._agree_seed(config.seed)
-        self._done: deque[tuple[int, ...]] = deque()
+        self._done: deque[Sampled] = deque()
         self._tokens = self._open_tokens()
 
     @property
@@ -122,7 +124,7 @@ class TpModelWorker:
         Collective: as ``start``.
         """
         self.start(batch)
-        return self.finish() if self.is_leader else None
+        return self.finish().token_ids if self.is_leader else None
 
     def start(self, batch: Batch) -> None:
         """Do this rank's part of one batch. Earlier stages are done before later ones, and may start the next batch meanwhile.
@@ -140,17 +142,17 @@ class TpModelWorker:
         hidden_TD, _ = self._run_stage(batch)
         if not pp.is_last_rank or not batch.chunks:
             return
-        tokens = self.runner.sample(batch, hidden_TD, base_seed=self.seed)
+        sampled = self.runner.sample(batch, hidden_TD, base_seed=self.seed)
         if self._tokens is not None and not self.is_leader:
-            self._tokens.send(tokens)
+            self._tokens.send(sampled)
         elif self.is_leader:
-            self._done.append(tokens)
+            self._done.append(sampled)
 
-    def finish(self) -> tuple[int, ...]:
+    def finish(self) -> Sampled:
         """Wait for the oldest batch that was started; on the leader alone.
 
         Returns:
-            The token of each of its ``sampled``.
+            The token of each of its ``sampled``, and what else is wanted.
 
         Raises:
             ArgumentError: This rank does not lead its replica, or no batch is under way.
@@ -226,12 +228,12 @@ class TpModelWorker:
             num_slots=config.num_microbatches or self._ctx.pp.world_size,
         )
 
-    def _open_tokens(self) -> Channel[tuple[int, ...]] | None:
+    def _open_tokens(self) -> Channel[Sampled] | None:
         """The way of the tokens from the last stage to the leader; between two ranks, where they are not the same."""
         pp, tp = self._ctx.pp, self._ctx.tp
         if pp.world_size == 1 or not tp.is_first_rank or not (pp.is_first_rank or pp.is_last_rank):
             return None
-        return pp.channel("tokens", tuple[int, ...], peer=pp.world_size - 1 if pp.is_first_rank else 0)
+        return pp.channel("tokens", Sampled, peer=pp.world_size - 1 if pp.is_first_rank else 0)
 
     def _agree_seed(self, seed: int | None) -> int:
         if seed is None:

@@ -32,8 +32,8 @@ def test_b029_tp_ranks_draw_the_same(model: Path, disturbed: bool) -> None:
         while not policy.is_idle:
             batch = policy.schedule()
             sampled = worker.runner.sample(batch, worker.run_stages(batch), base_seed=worker.seed)
-            policy.complete(sampled)
-            drawn.extend(sampled)
+            policy.complete(sampled.token_ids)
+            drawn.extend(sampled.token_ids)
         return drawn
 
     first, second = run_threads(run, ParallelConfig(tp=2))

@@ -18,6 +18,7 @@ from parallel_runtime.serving.messages import (
     Pong,
     Rejected,
     Request,
+    Sampled,
     Shutdown,
     Step,
     StepOutput,
@@ -61,7 +62,7 @@ def office() -> Iterator[Office]:
 
 def test_requests_enter_a_step_in_order(office: Office) -> None:
     office.say(Submit(make("b")), Submit(make("a")))
-    assert office.desk.collect((7,), wait_s=1.0) == Step(sampled=(7,), requests=(make("b"), make("a")))
+    assert office.desk.collect(Sampled((7,)), wait_s=1.0) == Step(sampled=(7,), requests=(make("b"), make("a")))
     assert office.desk.collect(None, wait_s=0.0) == Step()
     assert office.heard() == []
 
@@ -101,7 +102,7 @@ def test_what_cannot_be_served_is_refused_and_enters_no_step(office: Office) -> 
 def test_shutdown_and_a_front_that_is_gone_end_everything(office: Office) -> None:
     office.policy.add(make("old"))
     office.say(Submit(make("new")), Shutdown())
-    assert office.desk.collect((1,), wait_s=1.0) == Step(sampled=(1,), aborts=("old",), shutdown=True)
+    assert office.desk.collect(Sampled((1,)), wait_s=1.0) == Step(sampled=(1,), aborts=("old",), shutdown=True)
     office.front.close()
     assert office.desk.collect(None, wait_s=1.0).shutdown
 

@@ -172,5 +172,5 @@ def test_greedy_and_drawn_rows_of_one_batch_keep_their_places(model: Path) -> No
     alone_each: list[int] = []
     for chunk in (chunks[0], chunks[1], chunks[3], chunks[4]):
         single = Batch(chunks=(chunk,))
-        alone_each += runner.sample(single, runner.forward(single), base_seed=0)
-    assert list(together) == alone_each
+        alone_each += runner.sample(single, runner.forward(single), base_seed=0).token_ids
+    assert list(together.token_ids) == alone_each
