@@ -4,15 +4,19 @@ from parallel_runtime.serving.arguments import Prompt
 from parallel_runtime.serving.balancer import BalancePolicy, Balancer
 from parallel_runtime.serving.batch import Batch, Chunk
 from parallel_runtime.serving.blocks import BlockPool, blocks_for
-from parallel_runtime.serving.controller import DataParallelController, RequestResult, RequestStream
+from parallel_runtime.serving.controller import DataParallelController
 from parallel_runtime.serving.engine import Completion, Engine, EngineState, StreamEvent
+from parallel_runtime.serving.engine_config import EngineConfig
 from parallel_runtime.serving.live_request import RequestState
 from parallel_runtime.serving.messages import FinishReason, Ready, Request
 from parallel_runtime.serving.policy import PolicyLimits, SchedulingPolicy
+from parallel_runtime.serving.replicas import Replicas
+from parallel_runtime.serving.request_stream import RequestResult, RequestStream
 from parallel_runtime.serving.runner import ModelRunner
 from parallel_runtime.serving.sampling_params import SamplingParams
 from parallel_runtime.serving.scheduler import Scheduler
 from parallel_runtime.serving.serving_config import ServingConfig
+from parallel_runtime.serving.supervision import ReplicaState, Supervision
 from parallel_runtime.serving.worker import TpModelWorker
 
 __all__ = [
@@ -24,12 +28,15 @@ __all__ = [
     "Completion",
     "DataParallelController",
     "Engine",
+    "EngineConfig",
     "EngineState",
     "FinishReason",
     "ModelRunner",
     "PolicyLimits",
     "Prompt",
     "Ready",
+    "ReplicaState",
+    "Replicas",
     "Request",
     "RequestResult",
     "RequestState",
@@ -39,6 +46,7 @@ __all__ = [
     "SchedulingPolicy",
     "ServingConfig",
     "StreamEvent",
+    "Supervision",
     "TpModelWorker",
     "blocks_for",
 ]

@@ -61,8 +61,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         priority: From -8 to 8. Each step up is worth 64 places in the queue: as if the request had arrived 64 requests earlier.
 
     Raises:
-        RequestError: The prompt is empty, the id is empty, a token id is not an integer >= 0, a value has another type or is outside
-            its range, or nothing is left to make.
+        RequestError: The prompt is empty, the id is empty, a token id is not an integer >= 0, a value has another type or is
+            outside its range, or nothing is left to make.
     """
 
     request_id: str

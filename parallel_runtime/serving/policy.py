@@ -2,8 +2,8 @@
 
 Every rank of a replica holds one of these and feeds it the same calls, so all of them take the same decisions: there is no clock,
 no random number, no hash order and no look at the machine in here. Requests are served in one fixed order, that of arrival, where
-each step of priority counts as a head start of ``HEAD_START`` arrivals. Whoever is first gets blocks first; when they run out, the
-last one that runs is put back and computed again later. So the first always advances, a bounded number can ever get ahead of
+each step of priority counts as a head start of ``HEAD_START`` arrivals. Whoever is first gets blocks first; when they run out,
+the last one that runs is put back and computed again later. So the first always advances, a bounded number can ever get ahead of
 anyone, and nobody starves.
 """
 
@@ -179,7 +179,7 @@ class SchedulingPolicy:
             QueueFullError: ``limits.max_waiting`` requests wait already.
         """
         self.check(request)
-        live = LiveRequest(request=request, arrival=self._num_arrived, tokens=list(request.prompt))
+        live = LiveRequest(request=request, arrival=self._num_arrived, tokens=[*request.prompt, *request.made])
         self._num_arrived += 1
         self._alive[request.request_id] = live
         insort(self._waiting, live, key=_order)
@@ -293,7 +293,7 @@ class SchedulingPolicy:
                 continue
             if room.requests < 1:
                 return
-            if self._make_room(live, live.num_computed + count, may_take=not room.is_short):
+            if self._make_room(live, live.num_computed + count):
                 self._take(live, count, chunks, room)
             else:
                 room.is_short = True
@@ -334,14 +334,12 @@ class SchedulingPolicy:
             for index in range(start // page_size, len(keys)):
                 self._pool.remember(live.blocks[index], keys[index])
 
-    def _make_room(self, live: LiveRequest, length: int, *, may_take: bool) -> bool:
+    def _make_room(self, live: LiveRequest, length: int) -> bool:
         """Get blocks for ``length`` tokens, putting those behind back, the last one first; whether ``live`` has them.
 
-        One that gets none keeps what it holds and waits: those before it end, or take its blocks. Nobody behind it takes any.
+        One that gets none keeps what it holds and waits: those before it end, or take its blocks.
         """
         wanted = blocks_for(length, self.limits.page_size) - len(live.blocks)
-        if wanted > 0 and not may_take:
-            return False
         while wanted > self._pool.num_available:
             behind = [other for other in self._running if other.order > live.order and not other.is_in_flight]
             if not behind:
@@ -387,7 +385,7 @@ class SchedulingPolicy:
 
 @dataclass(slots=True)
 class _Room:
-    """What is left of one batch's budgets, and whether someone found no block, so that nobody behind may take one."""
+    """What is left of one batch's budgets, and whether someone who runs found no block, so that nobody new may take one."""
 
     tokens: int
     requests: int

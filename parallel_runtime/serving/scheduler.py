@@ -17,10 +17,11 @@ import msgspec
 from parallel_runtime.comm import Channel, GroupCoordinator
 from parallel_runtime.context import ParallelContext
 from parallel_runtime.errors import ArgumentError
+from parallel_runtime.serving.batch import Batch
 from parallel_runtime.serving.leader import LeaderDesk
 from parallel_runtime.serving.lockstep import Lockstep
 from parallel_runtime.serving.messages import FinishReason, Ready, Step, StepOutput
-from parallel_runtime.serving.policy import Batch, SchedulingPolicy
+from parallel_runtime.serving.policy import SchedulingPolicy
 from parallel_runtime.serving.worker import TpModelWorker
 
 __all__ = ["Scheduler"]

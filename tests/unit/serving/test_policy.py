@@ -4,18 +4,21 @@ import msgspec
 import pytest
 
 from parallel_runtime.errors import ArgumentError, QueueFullError, RequestError
-from parallel_runtime.serving.messages import FinishReason, Request, SamplingParams, StepOutput
-from parallel_runtime.serving.policy import TRANSITIONS, Batch, PolicyLimits, RequestState, SchedulingPolicy
+from parallel_runtime.serving.batch import Batch
+from parallel_runtime.serving.live_request import TRANSITIONS, RequestState
+from parallel_runtime.serving.messages import FinishReason, Request, StepOutput
+from parallel_runtime.serving.policy import PolicyLimits, SchedulingPolicy
+from parallel_runtime.serving.sampling_params import SamplingParams
 
 
-def make(name: str, prompt: int, new: int = 4, stop: tuple[int, ...] = ()) -> Request:
+def make(name: str, prompt: int, new: int = 4, stop: tuple[int, ...] = (), priority: int = 0) -> Request:
     sampling = SamplingParams(max_new_tokens=new, stop_token_ids=stop)
-    return Request(request_id=name, prompt=tuple(range(prompt)), sampling=sampling)
+    return Request(request_id=name, prompt=tuple(range(prompt)), sampling=sampling, priority=priority)
 
 
-def make_policy(**limits: int) -> SchedulingPolicy:
+def make_policy(*, prefix_reuse: bool = False, **limits: int) -> SchedulingPolicy:
     values = {"num_blocks": 100, "page_size": 4, "max_batch_tokens": 64, "max_batch_requests": 8, "max_request_tokens": 400}
-    return SchedulingPolicy(PolicyLimits(**values | limits))
+    return SchedulingPolicy(PolicyLimits(prefix_reuse=prefix_reuse, **values | limits))
 
 
 def shape(batch: Batch) -> list[tuple[str, int, int, bool]]:
@@ -235,6 +238,122 @@ def test_results_that_do_not_belong_are_refused() -> None:
     with pytest.raises(ArgumentError, match="got 2 sampled tokens for a batch that samples 1"):
         policy.complete([1, 2])
     assert policy.complete([1]) == [StepOutput("a", (1,))]
+
+
+def test_a_beginning_that_is_known_is_not_computed_again() -> None:
+    policy = make_policy(prefix_reuse=True)
+    policy.add(make("a", 9, new=1))
+    first, _ = turn(policy)
+    assert (policy.num_cached_blocks, policy.num_free_blocks) == (2, 100)
+    policy.add(make("b", 11, new=1))
+    second, _ = turn(policy)
+    assert shape(second) == [("b", 8, 3, True)]
+    assert second.chunks[0].blocks[:2] == first.chunks[0].blocks[:2]
+    assert policy.num_reused_tokens == 8
+
+
+def test_one_token_at_least_is_computed_in_a_block_of_its_own() -> None:
+    policy = make_policy(prefix_reuse=True)
+    for name in "ab":
+        policy.add(make(name, 8, new=1))
+    batch, _ = turn(policy)
+    assert shape(batch) == [("a", 0, 8, True), ("b", 4, 4, True)]
+    assert [chunk.blocks for chunk in batch.chunks] == [(0, 1), (0, 2)]
+
+
+def test_what_was_made_is_known_too() -> None:
+    policy = make_policy(prefix_reuse=True)
+    policy.add(make("a", 3, new=6))
+    while not policy.is_idle:
+        turn(policy)
+    policy.add(Request(request_id="b", prompt=(0, 1, 2, 7, 7, 7, 7, 7, 9), sampling=SamplingParams()))
+    assert shape(turn(policy)[0]) == [("b", 8, 1, True)]
+
+
+def test_another_beginning_is_computed() -> None:
+    policy = make_policy(prefix_reuse=True)
+    policy.add(make("a", 9))
+    turn(policy)
+    policy.add(Request(request_id="b", prompt=(9, *range(1, 9)), sampling=SamplingParams()))
+    policy.add(Request(request_id="c", prompt=(0, 1, 2, 3, 9, 5, 6, 7, 8), sampling=SamplingParams()))
+    assert shape(turn(policy)[0]) == [("a", 9, 1, True), ("b", 0, 9, True), ("c", 4, 5, True)]
+
+
+def test_known_beginnings_make_room_when_blocks_run_out() -> None:
+    policy = make_policy(prefix_reuse=True, num_blocks=4)
+    policy.add(make("a", 8, new=1))
+    turn(policy)
+    policy.add(Request(request_id="b", prompt=tuple(range(20, 35)), sampling=SamplingParams(max_new_tokens=1)))
+    batch, _ = turn(policy)
+    assert shape(batch) == [("b", 0, 15, True)]
+    policy.add(make("c", 8, new=1))
+    assert shape(turn(policy)[0]) == [("c", 0, 8, True)]
+
+
+def test_forgotten_beginnings_are_computed_again() -> None:
+    policy = make_policy(prefix_reuse=True)
+    policy.add(make("a", 9, new=1))
+    turn(policy)
+    assert policy.forget_prefixes() == 2
+    policy.add(make("b", 9))
+    assert shape(turn(policy)[0]) == [("b", 0, 9, True)]
+    assert policy.forget_prefixes() == 0
+    policy.add(make("c", 9))
+    assert shape(turn(policy)[0]) == [("b", 9, 1, True), ("c", 0, 9, True)]
+
+
+def test_restarted_requests_are_computed_again_and_keep_what_they_made() -> None:
+    policy = make_policy(prefix_reuse=True)
+    for name in "ab":
+        policy.add(make(name, 9))
+    turn(policy)
+    policy.schedule()
+    with pytest.raises(ArgumentError, match="1 batches are under way; complete them before"):
+        policy.restart()
+    policy.complete([7, 7])
+    policy.restart()
+    assert (policy.num_waiting, policy.num_running, policy.num_free_blocks) == (2, 0, 100)
+    batch, outputs = turn(policy)
+    assert shape(batch) == [("a", 0, 11, True), ("b", 8, 3, True)]
+    assert [output.finish_reason for output in outputs] == [None, None]
+
+
+def test_priority_is_a_head_start() -> None:
+    policy = make_policy(max_batch_requests=1)
+    for name, priority in (("a", 0), ("b", 0), ("low", -1), ("high", 1)):
+        policy.add(make(name, 3, new=1, priority=priority))
+    for index in range(70):
+        policy.add(make(f"r{index}", 3, new=1))
+    served = []
+    while not policy.is_idle:
+        served += [chunk.request_id for chunk in turn(policy)[0].chunks]
+    assert served[:3] == ["high", "a", "b"]
+    assert served.index("low") == 1 + 2 + 62, "after those that came up to 64 arrivals later, before all others"
+
+
+def test_a_prompt_leaves_a_token_for_each_that_decodes() -> None:
+    policy = make_policy(max_batch_tokens=8)
+    policy.add(make("long", 30))
+    turn(policy)
+    policy.add(make("short", 3))
+    policy.abort("long")
+    turn(policy)
+    policy.add(make("first", 40, priority=1))
+    shapes = [shape(turn(policy)[0]) for _ in range(2)]
+    assert shapes == [[("short", 3, 1, True), ("first", 0, 7, False)], [("first", 7, 7, False), ("short", 4, 1, True)]]
+
+
+def test_nobody_new_takes_the_blocks_that_one_who_runs_waits_for() -> None:
+    policy = make_policy(num_blocks=5, num_slots=2, max_batch_tokens=8)
+    policy.add(make("a", 4, new=8))
+    policy.add(make("b", 16, new=4))
+    assert [shape(policy.schedule()) for _ in range(2)] == [[("a", 0, 4, True)], [("b", 0, 8, False)]]
+    policy.complete([1])
+    assert shape(policy.schedule()) == [("a", 4, 1, True)]
+    policy.add(make("c", 4, new=4))
+    policy.complete([])
+    assert policy.num_free_blocks == 1
+    assert policy.schedule().chunks == (), "b wants two blocks"
 
 
 def test_limits_are_checked() -> None:
