@@ -6,6 +6,7 @@ from typing import Any, NoReturn, Self, TypeVar, final
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from parallel_runtime.comm.channel import Channel
 from parallel_runtime.comm.collectives import Collectives
@@ -19,6 +20,7 @@ from parallel_runtime.comm.outbox import Outbox
 from parallel_runtime.comm.p2p import PointToPoint, RecvHandle, SendHandle, check_peer
 from parallel_runtime.comm.process_group import RoutedProcessGroup, register, unregister
 from parallel_runtime.comm.recorder import Record
+from parallel_runtime.comm.traced import TracedCollectives
 from parallel_runtime.errors import ArgumentError, ContextStateError
 from parallel_runtime.terms import Rank, RankInGroup
 
@@ -82,6 +84,7 @@ class GroupCoordinator:
         "_p2p",
         "_process_group",
         "_rank_in_group",
+        "_traced",
     )
 
     _core: GroupCore
@@ -92,6 +95,7 @@ class GroupCoordinator:
     _p2p: PointToPoint
     _process_group: RoutedProcessGroup | None
     _rank_in_group: RankInGroup
+    _traced: TracedCollectives
 
     def __init__(self) -> None:
         """Not for use.
@@ -210,6 +214,14 @@ class GroupCoordinator:
             register(self._process_group)
         return self._process_group
 
+    def make_traceable(self) -> None:
+        """Let code under ``torch.compile`` use the group's collectives. A context does it for its groups when it opens them.
+
+        Raises:
+            ContextStateError: The group is closed, or belongs to another process.
+        """
+        self._traced = TracedCollectives(self.process_group.group_name, self.world_size, self._rank_in_group)
+
     def symmetric_empty(
         self, shape: Sequence[int], dtype: torch.dtype = torch.float32, *, timeout_s: float | None = None
     ) -> Tensor:
@@ -311,7 +323,7 @@ class GroupCoordinator:
 
         Collective: one all-reduce of ``tensor.nbytes``; all members, same order.
         """
-        return self._collectives.all_reduce_(tensor, op, timeout_s)
+        return (self._traced if is_dynamo_compiling() else self._collectives).all_reduce_(tensor, op, timeout_s)
 
     def all_reduce(
         self, tensor: Tensor, op: ReduceOp | str = ReduceOp.SUM, *, out: Tensor | None = None, timeout_s: float | None = None
@@ -333,7 +345,7 @@ class GroupCoordinator:
 
         Collective: one all-reduce of ``tensor.nbytes``; all members, same order.
         """
-        return self._collectives.all_reduce(tensor, op, out, timeout_s)
+        return (self._traced if is_dynamo_compiling() else self._collectives).all_reduce(tensor, op, out, timeout_s)
 
     def all_gather(self, tensor: Tensor, dim: int = 0, *, out: Tensor | None = None, timeout_s: float | None = None) -> Tensor:
         """Join the members' tensors along ``dim``, like ``torch.cat`` in group order.
@@ -354,7 +366,7 @@ class GroupCoordinator:
 
         Collective: one all-gather of ``tensor.nbytes``; all members, same order.
         """
-        return self._collectives.all_gather(tensor, dim, out, timeout_s)
+        return (self._traced if is_dynamo_compiling() else self._collectives).all_gather(tensor, dim, out, timeout_s)
 
     def all_gatherv(
         self,
@@ -384,7 +396,7 @@ class GroupCoordinator:
 
         Collective: one all-gather; all members, same order.
         """
-        return self._collectives.all_gatherv(tensor, sizes, dim, out, timeout_s)
+        return (self._traced if is_dynamo_compiling() else self._collectives).all_gatherv(tensor, sizes, dim, out, timeout_s)
 
     def reduce_scatter(
         self,
@@ -414,7 +426,7 @@ class GroupCoordinator:
 
         Collective: one reduce-scatter of ``tensor.nbytes``; all members, same order.
         """
-        return self._collectives.reduce_scatter(tensor, dim, op, out, timeout_s)
+        return (self._traced if is_dynamo_compiling() else self._collectives).reduce_scatter(tensor, dim, op, out, timeout_s)
 
     def reduce_scatterv(
         self,
@@ -446,7 +458,9 @@ class GroupCoordinator:
 
         Collective: one all-to-all of ``tensor.nbytes``; all members, same order.
         """
-        return self._collectives.reduce_scatterv(tensor, sizes, dim, op, out, timeout_s)
+        return (self._traced if is_dynamo_compiling() else self._collectives).reduce_scatterv(
+            tensor, sizes, dim, op, out, timeout_s
+        )
 
     def all_to_all(
         self,
@@ -476,7 +490,9 @@ class GroupCoordinator:
 
         Collective: one all-to-all of ``tensor.nbytes``; all members, same order.
         """
-        return self._collectives.all_to_all(tensor, split_dim, concat_dim, out, timeout_s)
+        return (self._traced if is_dynamo_compiling() else self._collectives).all_to_all(
+            tensor, split_dim, concat_dim, out, timeout_s
+        )
 
     def all_to_allv(
         self,
@@ -509,7 +525,9 @@ class GroupCoordinator:
 
         Collective: one all-to-all; all members, same order.
         """
-        return self._collectives.all_to_allv(tensor, splits, output_splits, dim, out, timeout_s)
+        return (self._traced if is_dynamo_compiling() else self._collectives).all_to_allv(
+            tensor, splits, output_splits, dim, out, timeout_s
+        )
 
     def broadcast_(self, tensor: Tensor, src: int = 0, *, timeout_s: float | None = None) -> Tensor:
         """Overwrite ``tensor`` with that of member ``src``.
@@ -527,7 +545,7 @@ class GroupCoordinator:
 
         Collective: one broadcast of ``tensor.nbytes``; all members, same order.
         """
-        return self._collectives.broadcast_(tensor, src, timeout_s)
+        return (self._traced if is_dynamo_compiling() else self._collectives).broadcast_(tensor, src, timeout_s)
 
     def broadcast(self, tensor: Tensor, src: int = 0, *, timeout_s: float | None = None) -> Tensor:
         """A new tensor equal to that of member ``src``.
@@ -545,7 +563,7 @@ class GroupCoordinator:
 
         Collective: one broadcast of ``tensor.nbytes``; all members, same order.
         """
-        return self._collectives.broadcast(tensor, src, timeout_s)
+        return (self._traced if is_dynamo_compiling() else self._collectives).broadcast(tensor, src, timeout_s)
 
     def reduce(
         self,

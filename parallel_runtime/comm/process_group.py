@@ -15,9 +15,9 @@ from torch._C import _distributed_c10d as c10d
 from parallel_runtime.comm.collectives import Collectives
 from parallel_runtime.comm.communicator import ReduceOp
 from parallel_runtime.comm.p2p import PointToPoint, RecvHandle, SendHandle
-from parallel_runtime.errors import ArgumentError
+from parallel_runtime.errors import ArgumentError, ContextStateError
 
-__all__ = ["RoutedProcessGroup", "register", "unregister"]
+__all__ = ["RoutedProcessGroup", "find", "register", "unregister"]
 
 _ProcessGroup: Any = c10d.ProcessGroup  # torch's stubs fit no class written in Python
 _Work: Any = c10d.Work
@@ -39,6 +39,19 @@ def register(group: "RoutedProcessGroup") -> None:
 def unregister(group: "RoutedProcessGroup") -> None:
     """Let torch forget its name."""
     _registry._unregister_process_group(group.group_name)
+
+
+def find(name: str) -> "RoutedProcessGroup":
+    """The open group of a name, as compiled code asks for it.
+
+    Raises:
+        ContextStateError: It is closed.
+    """
+    try:
+        group: RoutedProcessGroup = _registry._resolve_process_group(name)
+    except RuntimeError as exc:
+        raise ContextStateError(f"compiled code calls group {name}: the group is closed; call it with an open one") from exc
+    return group
 
 
 @final
@@ -125,6 +138,11 @@ class RoutedProcessGroup(_ProcessGroup):  # type: ignore[misc]  # see above
     def group_name(self) -> str:
         """The name that torch knows it by."""
         return self._name
+
+    @property
+    def collectives(self) -> Collectives:
+        """What its collectives go through."""
+        return self._collectives
 
     @property
     def pg_name(self) -> str:

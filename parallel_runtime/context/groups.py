@@ -90,12 +90,17 @@ class GroupTable:
             checked=self._checked,
         )
         if len(ranks) == 1:
-            return open_coordinator(spec)
+            return _traceable(open_coordinator(spec))
         if ranks not in self._connections:
             self._connections[ranks] = self._connect(f"{self._uid}/{_digest(ranks)}", ranks, spec.rank_in_group)
             self._watch(ranks, self._connections[ranks])
         connection = self._connections[ranks]
-        return open_coordinator(spec, connection.data, control=connection.control)
+        return _traceable(open_coordinator(spec, connection.data, control=connection.control))
+
+
+def _traceable(group: GroupCoordinator) -> GroupCoordinator:
+    group.make_traceable()
+    return group
 
 
 def _digest(ranks: tuple[Rank, ...]) -> str:

@@ -5,6 +5,7 @@ from typing import final
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 from torch.nn import functional
 
 from parallel_runtime.comm import GroupCoordinator
@@ -88,7 +89,7 @@ class VocabParallelEmbedding(_VocabularyShard):
 
         Raises:
             ArgumentError: An id is outside the vocabulary; raised on every member, before anything is sent. Looking costs a
-                synchronisation where ids are on a GPU.
+                synchronisation where ids are on a GPU, and is left out under ``torch.compile``.
 
         Collective: one all_reduce of the result; all members, same order.
         """
@@ -101,7 +102,7 @@ class VocabParallelEmbedding(_VocabularyShard):
         return reduce_from_group(rows_TD.masked_fill(elsewhere_T.unsqueeze(-1), 0), self.tp)
 
     def _check(self, ids_T: Tensor) -> None:
-        if ids_T.numel() == 0:
+        if is_dynamo_compiling() or ids_T.numel() == 0:
             return
         least, most = (int(bound) for bound in ids_T.aminmax())
         if least < 0 or most >= self.vocab_size:
