@@ -8,7 +8,7 @@ import os
 import re
 import resource
 import socket
-import threading
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -51,6 +51,10 @@ _SLICE: Final = timedelta(seconds=0.25)
 _SLICE_IS_OVER: Final = "Operation timed out!"
 _SUSPICIOUS_S: Final = 1.0
 """A slice that ends so much too late tells that this process did not run. A machine's sleep does not count: clocks stop, too."""
+_STANDSTILL_S: Final = 60.0
+"""So long a standstill of this process is made up for: gloo's own clock, which cannot be stopped, is set later by this much."""
+_BREAK_TAG: Final = 2**31 - 1
+"""Of a message that nobody sends."""
 _TIMED_OUT: Final = re.compile(r"[Tt]im(ed|e) ?out|[Tt]imeout")
 _LOST: Final = re.compile(r"closed by peer|reset by peer|[Bb]roken pipe|pair closure|refused|not connected|closed|[Ss]hutdown")
 _GLOO_SUMS: Final = frozenset(
@@ -104,6 +108,8 @@ class C10dCommunicator(Communicator):
         self.key = key
         self._broken = ""
         self._still_s = 0.0
+        self._waits_for: tuple[int, float] | None = None
+        self._cut_off: PeerError | None = None
         limit = timedelta(seconds=timeout_s)
         self._ranks = table = list(range(world_size)) if ranks is None else [int(rank) for rank in ranks]
         prefix = c10d.PrefixStore(key, store)
@@ -128,7 +134,7 @@ class C10dCommunicator(Communicator):
         work = tensor.int() if tensor.dtype is torch.int16 else tensor
         options = c10d.AllreduceOptions()
         options.reduceOp = _op(op)
-        options.timeout = timedelta(seconds=timeout_s)
+        options.timeout = self._limit(timeout_s)
         self._finish(lambda group: group.allreduce([work], options), "its peers", timeout_s)
         if op is ReduceOp.AVG:
             work.div_(self.world_size)
@@ -138,7 +144,7 @@ class C10dCommunicator(Communicator):
     def all_gather(self, output: Tensor, tensor: Tensor, timeout_s: float) -> None:
         """One all-gather of the backend."""
         options = c10d.AllgatherOptions()
-        options.timeout = timedelta(seconds=timeout_s)
+        options.timeout = self._limit(timeout_s)
         self._finish(lambda group: group.allgather([list(output)], [tensor], options), "its peers", timeout_s)
 
     def all_gatherv(self, outputs: Sequence[Tensor], tensor: Tensor, timeout_s: float) -> None:
@@ -154,7 +160,7 @@ class C10dCommunicator(Communicator):
             return
         options = c10d.ReduceScatterOptions()
         options.reduceOp = _op(op)
-        options.timeout = timedelta(seconds=timeout_s)
+        options.timeout = self._limit(timeout_s)
         self._finish(lambda group: group._reduce_scatter_base(output, tensor, options), "its peers", timeout_s)
         if op is ReduceOp.AVG:
             output.div_(self.world_size)
@@ -165,7 +171,7 @@ class C10dCommunicator(Communicator):
         received = sent.new_empty(sum(tensor.numel() for tensor in outputs))
         sizes = [tensor.numel() for tensor in outputs], [tensor.numel() for tensor in inputs]
         options = c10d.AllToAllOptions()
-        options.timeout = timedelta(seconds=timeout_s)
+        options.timeout = self._limit(timeout_s)
         self._finish(lambda group: group.alltoall_base(received, sent, *sizes, options), "its peers", timeout_s)
         for target, piece in zip(outputs, torch.split(received, sizes[0]), strict=True):
             target.copy_(piece.view(target.shape))
@@ -174,7 +180,7 @@ class C10dCommunicator(Communicator):
         """One broadcast of the backend."""
         options = c10d.BroadcastOptions()
         options.rootRank = src
-        options.timeout = timedelta(seconds=timeout_s)
+        options.timeout = self._limit(timeout_s)
         self._finish(lambda group: group.broadcast([tensor], options), f"member {src} or its peers", timeout_s)
 
     def reduce(self, output: Tensor | None, tensor: Tensor, dst: int, op: ReduceOp, timeout_s: float) -> None:
@@ -183,7 +189,7 @@ class C10dCommunicator(Communicator):
         options = c10d.ReduceOptions()
         options.reduceOp = _op(op)
         options.rootRank = dst
-        options.timeout = timedelta(seconds=timeout_s)
+        options.timeout = self._limit(timeout_s)
         self._finish(lambda group: group.reduce([work], options), f"member {dst} or its peers", timeout_s)
         if output is not None:
             output.copy_(work.div_(self.world_size) if op is ReduceOp.AVG else work)
@@ -192,7 +198,7 @@ class C10dCommunicator(Communicator):
         """One gather of the backend."""
         options = c10d.GatherOptions()
         options.rootRank = dst
-        options.timeout = timedelta(seconds=timeout_s)
+        options.timeout = self._limit(timeout_s)
         targets = [] if outputs is None else [list(outputs)]
         self._finish(lambda group: group.gather(targets, [tensor], options), f"member {dst} or its peers", timeout_s)
 
@@ -200,14 +206,14 @@ class C10dCommunicator(Communicator):
         """One scatter of the backend."""
         options = c10d.ScatterOptions()
         options.rootRank = src
-        options.timeout = timedelta(seconds=timeout_s)
+        options.timeout = self._limit(timeout_s)
         sources = [] if inputs is None else [list(inputs)]
         self._finish(lambda group: group.scatter([output], sources, options), f"member {src} or its peers", timeout_s)
 
     def barrier(self, timeout_s: float) -> None:
         """One barrier of the backend."""
         options = c10d.BarrierOptions()
-        options.timeout = timedelta(seconds=timeout_s)
+        options.timeout = self._limit(timeout_s)
         self._finish(lambda group: group.barrier(options), "its peers", timeout_s)
 
     def isend(self, tensor: Tensor, dst: int, tag: int) -> Work:
@@ -218,9 +224,23 @@ class C10dCommunicator(Communicator):
         """Start one receive of the backend."""
         return _C10dWork(self, self._start(lambda group: group.recv([tensor], src, tag), f"member {src}"), tensor, src)
 
+    def end_vain_wait(self) -> None:
+        """Break a send or receive off that waits for a peer which is gone, though the connection to it is still there."""
+        waits_for, diagnostician = self._waits_for, self.traffic.diagnostician
+        if waits_for is None or diagnostician is None or monotonic() - waits_for[1] < _SLICE.total_seconds():
+            return
+        error = diagnostician.interruption((self._ranks[waits_for[0]],), self.key, sys.maxsize)
+        if error and self._waits_for is waits_for:
+            self._cut_off = error
+            self._break_off(error)
+
     def close(self) -> None:
         """Drop the backend: its threads and descriptors go with the last reference, and waiting peers learn of it."""
         self._group = None
+
+    def _limit(self, timeout_s: float) -> timedelta:
+        """What the backend is told. The deadline of a collective of gloo is kept here, where a standstill can be made up for."""
+        return timedelta(seconds=timeout_s + (_STANDSTILL_S if self.backend == "gloo" else 0.0))
 
     def _start(self, call: Callable[[Any], c10d.Work], whom: str) -> c10d.Work:
         if self._broken:
@@ -236,7 +256,7 @@ class C10dCommunicator(Communicator):
         work = self._start(call, whom)
         try:
             if self.backend == "gloo":
-                self._wait_in_slices(work)
+                self._wait_in_slices(work, whom, timeout_s)
             else:
                 work.wait()
         except RuntimeError as exc:
@@ -245,26 +265,46 @@ class C10dCommunicator(Communicator):
             raise self._translated(exc, whom, timeout_s) from exc
         self.traffic.steps += 1
 
-    def _wait_in_slices(self, work: c10d.Work) -> None:
-        """Wait for a collective that the backend itself ends at the deadline; a peer that is gone ends it sooner."""
+    def _wait_in_slices(self, work: c10d.Work, whom: str, timeout_s: float) -> None:
+        """Wait for a collective until the deadline; a peer that is gone ends it sooner, a standstill of this process later."""
         self._still_s = 0.0
+        deadline = monotonic() + timeout_s
         while True:
             start = monotonic()
+            slice_s = min(_SLICE.total_seconds(), max(deadline - start, 0.001))
             try:
-                work.wait(_SLICE)
+                work.wait(timedelta(seconds=slice_s))
                 return
             except RuntimeError as exc:
                 if _SLICE_IS_OVER not in str(exc):
                     raise
             finally:
-                self._still_s = max(self._still_s, monotonic() - start - _SLICE.total_seconds())
+                still_s = monotonic() - start - slice_s
+                if still_s > _SUSPICIOUS_S:
+                    self._still_s += still_s
+                    deadline += still_s  # stopped itself, so nobody else is late
             diagnostician = self.traffic.diagnostician
             error = diagnostician and diagnostician.interruption(self._ranks, self.key, self.traffic.steps + 1)
+            if error is None and monotonic() >= deadline:
+                error = PeerTimeoutError(f"waited {timeout_s:.3g} s for {whom}")
             if error:
-                self._broken = self._broken or str(error)
-                group, self._group = self._group, None
-                threading.Thread(target=_outlive, args=(work, group), name="abandoned-collective", daemon=True).start()
+                self._break_off(error)
                 raise error
+
+    def _break_off(self, error: PeerError) -> None:
+        """End what is under way in the group, and the group with it; its peers learn of it at once.
+
+        Gloo has nothing that ends an operation, but a receive that times out closes every connection of its group. One from a
+        peer whose connection is closed already fails at once and closes nothing.
+        """
+        self._broken = self._broken or str(error)
+        group, self._group = self._group, None
+        if group is None or self.backend != "gloo":
+            return
+        for peer in range(self.world_size):
+            if peer != self.rank_in_group:
+                with suppress(RuntimeError):
+                    group.recv([torch.empty(1, dtype=torch.uint8)], peer, _BREAK_TAG).wait(timedelta(milliseconds=1))
 
     def _translated(self, exc: RuntimeError, whom: str, timeout_s: float) -> PeerError:
         """The typed error for what a backend raised.
@@ -288,13 +328,6 @@ class C10dCommunicator(Communicator):
         return error
 
 
-def _outlive(work: c10d.Work, group: object) -> None:
-    """Keep a backend until its last collective is over: giving it up would block until then."""
-    with suppress(RuntimeError):
-        work.wait()
-    del group
-
-
 @final
 class _C10dWork(Work):
     """A send or receive of the backend. A second wait on gloo's own would block, so the outcome is kept."""
@@ -312,11 +345,15 @@ class _C10dWork(Work):
     def wait(self, timeout_s: float) -> None:
         if self._work is not None:
             work, self._work = self._work, None
+            communicator = self._communicator
+            communicator._waits_for = (self._peer, monotonic())
             try:
                 work.wait(timedelta(seconds=timeout_s))
             except RuntimeError as exc:
-                self._error = self._communicator._translated(exc, f"member {self._peer}", timeout_s)
+                self._error = communicator._cut_off or communicator._translated(exc, f"member {self._peer}", timeout_s)
                 self._error.members = (self._peer,)
+            finally:
+                communicator._waits_for = None
             self._tensor = None
         if self._error is not None:
             raise self._error

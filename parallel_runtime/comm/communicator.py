@@ -179,6 +179,10 @@ class Communicator(ABC):
         del shape, dtype, timeout_s
         return None
 
+    def end_vain_wait(self) -> None:
+        """End a wait for a peer that will not come, where nothing else does. A thread at the side asks a few times per second."""
+        return
+
     @abstractmethod
     def close(self) -> None:
         """Free everything. Never communicates, never waits for a peer; twice is nothing."""

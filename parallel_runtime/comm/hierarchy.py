@@ -211,6 +211,10 @@ class HierarchicalCommunicator(Communicator):
         part, peer = self._way_to(src)
         return part.irecv(tensor, peer, tag)
 
+    def end_vain_wait(self) -> None:
+        """Between members that are connected straight."""
+        self._flat.end_vain_wait()
+
     def close(self) -> None:
         """Close all parts."""
         for part in (self._inside, self._flat):
