@@ -26,6 +26,7 @@ Resolver = Callable[[str], Sequence[str]]
 """From a host name to its addresses as text; raises ``OSError`` where there are none."""
 
 _INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
+_LOOPBACK_INTERFACE = "lo"
 
 
 @final
@@ -150,14 +151,15 @@ def check_master_host(host: str, *, num_hosts: int, environ: Mapping[str, str], 
 
     Args:
         host: Host of rank 0, as every rank was told.
-        num_hosts: Number of hosts of the world. One host may meet on loopback.
-        environ: Variables of the process, for the text of the error.
+        num_hosts: Number of hosts of the world. One host may meet on loopback, and so may several launcher agents of one machine,
+            each of which counts as a host: ``GLOO_SOCKET_IFNAME=lo`` says so.
+        environ: Variables of the process.
         resolve: From a name to its addresses.
 
     Raises:
         LauncherEnvironmentError: Several hosts, and the name does not resolve or resolves to nothing but loopback.
     """
-    if num_hosts < 2:
+    if num_hosts < 2 or environ.get(_INTERFACE_VARIABLE) == _LOOPBACK_INTERFACE:
         return
     hint = f"{_INTERFACE_VARIABLE} is {environ.get(_INTERFACE_VARIABLE) or 'not set'}"
     try:
@@ -171,7 +173,8 @@ def check_master_host(host: str, *, num_hosts: int, environ: Mapping[str, str], 
         raise LauncherEnvironmentError(
             f"master host {host!r} resolves to loopback ({', '.join(addresses) or 'nothing'}), "
             f"but the world spans {num_hosts} hosts; set MASTER_ADDR to an address that the other hosts reach, "
-            f"and {_INTERFACE_VARIABLE} to its interface ({hint})"
+            f"and {_INTERFACE_VARIABLE} to its interface ({hint}); {_INTERFACE_VARIABLE}={_LOOPBACK_INTERFACE} says that all "
+            f"{num_hosts} are agents on one machine"
         )
 
 

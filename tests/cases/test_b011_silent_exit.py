@@ -1,6 +1,5 @@
 """B011: programs end without noise, whoever leaves first."""
 
-import socket
 from pathlib import Path
 
 import pytest
@@ -23,17 +22,11 @@ main()
 """
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 @pytest.mark.parametrize("how", ["normal", "exit"])
 def test_b011_two_ranks_end_in_silence(tmp_path: Path, how: str) -> None:
     """Rank 0 serves the store, and leaves a second before rank 1 (or both call ``sys.exit(0)`` inside the block)."""
     script = scripts.write_script(tmp_path, BODY)
-    master = {"PARALLEL_RUNTIME_MASTER_ADDR": "127.0.0.1", "PARALLEL_RUNTIME_MASTER_PORT": str(free_port())}
+    master = {"PARALLEL_RUNTIME_MASTER_ADDR": "127.0.0.1", "PARALLEL_RUNTIME_MASTER_PORT": str(scripts.free_port())}
     world = {"PARALLEL_RUNTIME_WORLD_SIZE": "2", "PARALLEL_RUNTIME_LOCAL_WORLD_SIZE": "2"}
     processes = [
         scripts.start(

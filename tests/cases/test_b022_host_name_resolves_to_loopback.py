@@ -23,6 +23,10 @@ def test_b022_an_unknown_master_is_refused_for_several_hosts() -> None:
         check_master_host("node1", num_hosts=2, environ={"GLOO_SOCKET_IFNAME": "eth7"}, resolve=unknown)
 
 
+def test_b022_agents_of_one_machine_may_meet_on_loopback_if_told_so() -> None:
+    check_master_host("127.0.0.1", num_hosts=2, environ={"GLOO_SOCKET_IFNAME": "lo"}, resolve=lambda host: (host,))
+
+
 @pytest.mark.parametrize(
     ("value", "rule"),
     [

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -34,10 +35,22 @@ def write_script(folder: Path, body: str, name: str = "script.py") -> Path:
     return path
 
 
+def free_port() -> int:
+    """A TCP port of loopback that was free a moment ago, for launchers that must be told one."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
 def start(arguments: list[str], environ: Mapping[str, str] | None = None) -> "subprocess.Popen[str]":
     """Start an interpreter with these arguments."""
+    return start_program([sys.executable, *arguments], environ)
+
+
+def start_program(command: list[str], environ: Mapping[str, str] | None = None) -> "subprocess.Popen[str]":
+    """Start a program."""
     return subprocess.Popen(
-        [sys.executable, *arguments],
+        command,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
