@@ -13,7 +13,7 @@ from parallel_runtime.comm.local import LocalHub
 from parallel_runtime.config.environment import Identity
 from parallel_runtime.config.parallel_config import ParallelConfig
 from parallel_runtime.context.parallel_context import ParallelContext
-from parallel_runtime.errors import LaunchError, PeerError
+from parallel_runtime.errors import ConfigError, LaunchError, PeerError
 from parallel_runtime.launch.guards import end_forked_copy
 from parallel_runtime.launch.outcome import failure_of, rank_failed_error
 from parallel_runtime.launch.payload import name_of
@@ -31,7 +31,9 @@ _RELEASE_GRACE_S = 5.0
 """How long the other ranks get to end once one has failed."""
 
 
-def run_threads(fn: Callable[..., _T], config: ParallelConfig, *args: object, timeout_s: float | None = None) -> list[_T]:
+def run_threads(
+    fn: Callable[..., _T], config: ParallelConfig, *args: object, timeout_s: float | None = None, seed: int | None = None
+) -> list[_T]:
     """Run ``fn(ctx, *args)`` on every rank of a world of threads of this process.
 
     Ranks talk through memory (``backend="auto"`` or ``"local"``), where a deadlock is an error at once, or through gloo
@@ -42,30 +44,35 @@ def run_threads(fn: Callable[..., _T], config: ParallelConfig, *args: object, ti
         config: Of the context that each rank enters; decides the number of ranks.
         *args: Further arguments, the same objects on every rank.
         timeout_s: Longest run in seconds; ``None`` sets no limit.
+        seed: Lets one rank run at a time, from one communication to the next, in an order that this number decides, so that a
+            run can be repeated. Not over gloo.
 
     Returns:
         What each rank returned, in rank order.
 
     Raises:
-        ArgumentError: ``fn`` cannot be called, ``config`` is no config, or ``timeout_s`` is not a number of seconds.
-        ConfigError: The backend connects processes only, or the config does not number its ranks from 0.
+        ArgumentError: ``fn`` cannot be called, ``config`` is no config, ``timeout_s`` is not a number of seconds, or ``seed`` is
+            no int.
+        ConfigError: The backend connects processes only, or cannot keep an order, or the config does not number its ranks from 0.
         LaunchError: The ranks did not finish in time.
         RankFailedError: A rank raised; the exception itself is the cause (``__cause__``).
     """
     check_startable(fn, config, backends=("auto", "local", "gloo", "fake"))
     check_timeout(timeout_s)
-    return _ThreadRanks(fn, config, args).run(timeout_s)
+    if seed is not None and config.backend == "gloo":
+        raise ConfigError(f'seed={seed} orders ranks that talk through memory; backend="gloo" cannot be ordered, use "local"')
+    return _ThreadRanks(fn, config, args, seed).run(timeout_s)
 
 
 @final
 class _ThreadRanks(Generic[_T]):
-    def __init__(self, fn: Callable[..., _T], config: ParallelConfig, args: Sequence[object]) -> None:
+    def __init__(self, fn: Callable[..., _T], config: ParallelConfig, args: Sequence[object], seed: int | None) -> None:
         self._fn = fn
         self._config = config
         self._args = args
         self._pid = os.getpid()
         self._store: Store = hash_store()
-        self._hub = None if config.backend == "gloo" else LocalHub(config.world_size)
+        self._hub = None if config.backend == "gloo" else LocalHub(config.world_size, seed=seed)
         self._news: queue.SimpleQueue[tuple[int, BaseException | None]] = queue.SimpleQueue()
         self._results: dict[int, _T] = {}
         self._errors: dict[int, BaseException] = {}

@@ -55,6 +55,7 @@ class FaultKind(StrEnum):
     SIGSTOP = "SIGSTOP"
     STALL = "stall"
     SLOW = "slow"
+    LOSE = "lose"
     SKIP = "skip"
     WRONG_SHAPE = "wrong shape"
     WRONG_OP = "wrong op"
@@ -91,7 +92,7 @@ class Fault:
         rank: World rank that it happens to.
         phase: Where. What the calling code does wrong, it does among its operations.
         group: Whose operations are counted, in ``Phase.OPERATION``: ``"tp"``, ``"world"`` and so on.
-        number: Which of them it is, from 1.
+        number: Which of them it is, from 1. ``LOSE`` counts sends only: a message that is not sent, though the sender thinks so.
         seconds: How long ``STALL`` and ``SLOW`` last.
 
     Raises:
@@ -106,7 +107,7 @@ class Fault:
     seconds: float = 3600.0
 
     def __post_init__(self) -> None:
-        if self.kind in _OF_THE_CALLER and self.phase is not Phase.OPERATION:
+        if self.kind in _OF_THE_CALLER | {FaultKind.LOSE} and self.phase is not Phase.OPERATION:
             raise ArgumentError(f"a fault of kind {self.kind!s} happens among operations, not while {self.phase!s}")
         if self.number < 1:
             raise ArgumentError(f"operations are numbered from 1, got number={self.number}")
@@ -185,6 +186,17 @@ class FaultProbe:
 
 
 @final
+class _Lost(Work):
+    """A send that never arrives."""
+
+    def is_done(self) -> bool:
+        return True
+
+    def wait(self, timeout_s: float) -> None:
+        del timeout_s
+
+
+@final
 class _Trap(Communicator):
     """A communicator in which the n-th call strikes before anything moves."""
 
@@ -200,10 +212,13 @@ class _Trap(Communicator):
         self._calls = 0
 
     def _count(self) -> Communicator:
-        self._calls += 1
-        if self._calls == self._fault.number:
+        if self._fault.kind is not FaultKind.LOSE and self._is_it():
             self._fault.strike()
         return self._inner
+
+    def _is_it(self) -> bool:
+        self._calls += 1
+        return self._calls == self._fault.number
 
     def join_traffic(self, traffic: Traffic) -> None:
         self._inner.join_traffic(traffic)
@@ -243,6 +258,8 @@ class _Trap(Communicator):
         self._count().barrier(timeout_s)
 
     def isend(self, tensor: Tensor, dst: int, tag: int) -> Work:
+        if self._fault.kind is FaultKind.LOSE and self._is_it():
+            return _Lost()
         return self._count().isend(tensor, dst, tag)
 
     def irecv(self, tensor: Tensor, src: int, tag: int) -> Work:

@@ -174,11 +174,11 @@ def test_aliases_share_lock_sequence_and_end() -> None:
     two.isend(torch.ones(1))
     assert [(record.group, record.sequence) for record in one.recent()] == [("tp#0", 1), ("stage#0", 2)]
     one.close()
-    assert "k" in communicator._hub._groups
+    assert "k" in communicator._hub._meetings
     assert two.is_open
-    assert communicator._group.closed == set()
+    assert communicator._meeting.closed == set()
     two.close()
-    assert communicator._group.closed == {0}
+    assert communicator._meeting.closed == {0}
 
 
 @KINDS

@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 
-from parallel_runtime.comm import GroupCoordinator, LocalCommunicator, LocalHub
+from parallel_runtime.comm import GroupCoordinator, LocalCommunicator, LocalHub, ReduceOp
 from parallel_runtime.errors import ArgumentError, CollectiveMismatchError, PeerLostError
 from tests.spmd.worlds import World
 
@@ -13,6 +13,8 @@ from tests.spmd.worlds import World
 def test_arguments() -> None:
     with pytest.raises(ArgumentError, match="at least one rank"):
         LocalHub(0)
+    with pytest.raises(ArgumentError, match="seed=True must be an int"):
+        LocalHub(2, seed=True)
     with pytest.raises(ArgumentError, match=r"member 2 of 2 with ranks \(0, 1\)"):
         LocalCommunicator(LocalHub(2), "k", 2, 2)
     with pytest.raises(ArgumentError, match=r"with ranks \(0, 1, 2\)"):
@@ -111,9 +113,130 @@ def test_why_a_rank_left_is_told() -> None:
         communicator.barrier(60)
 
 
-def test_sizes_that_differ_are_found_where_they_arrive() -> None:
-    def body(group: GroupCoordinator) -> None:
-        with pytest.raises(CollectiveMismatchError, match=r"all_gatherv into float32\[\d\] got float32\[\d\]"):
-            group.all_gatherv(torch.ones(2), [2, 3] if group.is_first_rank else [3, 2])
+def test_sizes_that_differ_are_told_to_all_members() -> None:
+    def body(group: GroupCoordinator) -> float:
+        me = group.rank_in_group
+        with pytest.raises(
+            CollectiveMismatchError, match=r"rank 1 entered all_gatherv float32 of shapes \[\[3\], \[2\], \[2\]\]"
+        ):
+            group.all_gatherv(torch.ones(2), [3, 2, 2] if me == 1 else [2, 2, 2])
+        with pytest.raises(CollectiveMismatchError, match=r"rank 1 takes \[2\] from rank 0, which sends \[1\]"):
+            group.all_to_allv(torch.ones(3), [1, 1, 1], output_splits=[2, 1, 1] if me == 1 else [1, 1, 1])
+        return group.all_reduce(torch.ones(1)).item()
 
-    World("local")(2, body)
+    assert World("local")(3, body) == [3.0] * 3
+
+
+def test_a_deadlock_of_some_ranks_is_an_error_while_others_run_on() -> None:
+    told = threading.Event()
+
+    def body(rank: int, groups: list[GroupCoordinator]) -> None:
+        if rank == 3:
+            assert told.wait(60)  # runs all the while
+            return
+        a, b = groups  # three groups of two, each rank waits in the one that the next rank comes to second
+        with pytest.raises(CollectiveMismatchError) as caught:
+            (a if rank in (0, 2) else b).barrier(timeout_s=60)
+        text = str(caught.value)
+        assert "ranks 0, 1, 2 wait and none can go on" in text
+        for line in ("rank 0 in barrier of g0-1 waits for rank 1", "rank 1 in barrier of g1-2 waits for rank 2", "rank 3 runs"):
+            assert line in text
+        told.set()
+
+    mine = {0: [(0, 1), (0, 2)], 1: [(0, 1), (1, 2)], 2: [(0, 2), (1, 2)], 3: []}
+    World("local").many(4, lambda rank: mine[rank], body)
+
+
+def test_who_waits_for_a_deadlock_is_told_too_and_a_helping_thread_is_waited_for() -> None:
+    def body(group: GroupCoordinator) -> None:
+        peer = {0: 1, 1: 0, 2: 0}[group.rank_in_group]
+        with pytest.raises(CollectiveMismatchError, match=r"every rank waits.*rank 2 in recv from member 0 .* waits for rank 0"):
+            group.recv(peer, timeout_s=60)
+
+    World("local")(3, body)
+
+
+def log_of(seed: int | None) -> list[str]:
+    """What three ranks that compete say, in the order in which they say it."""
+    hub, said = LocalHub(3, seed=seed), list[str]()
+    store: list[LocalCommunicator] = [LocalCommunicator(hub, "k", rank, 3) for rank in range(3)]
+
+    def rank_main(rank: int) -> None:
+        mine, box = store[rank], torch.empty(1)
+        for turn in range(6):
+            mine.isend(torch.full((1,), float(turn)), (rank + 1) % 3, 0)
+            said.append(f"{rank} sent {turn}")
+            arriving = mine.irecv(box, (rank - 1) % 3, 0)
+            said.append(f"{rank} sees {arriving.is_done()}")
+            arriving.wait(30)
+            said.append(f"{rank} has {box.item()}")
+        mine.barrier(30)
+        hub.leave(rank)
+
+    threads = [threading.Thread(target=rank_main, args=(rank,)) for rank in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return said
+
+
+def test_a_seed_makes_runs_repeatable() -> None:
+    first, other = log_of(7), log_of(8)
+    assert len(first) == 54
+    assert log_of(7) == first
+    assert log_of(7) == first
+    assert log_of(8) == other != first
+
+
+def test_with_a_seed_one_rank_runs_at_a_time_and_a_deadlock_is_an_error_still() -> None:
+    hub = LocalHub(2, seed=1)
+    inside = threading.Lock()
+    errors: list[Exception] = []
+
+    def rank_main(rank: int) -> None:
+        mine = LocalCommunicator(hub, "k", rank, 2)
+        try:
+            mine.barrier(30)
+            for _ in range(20):
+                assert inside.acquire(False), "two ranks run at once"
+                inside.release()
+                mine.all_reduce_(torch.ones(2), ReduceOp.SUM, 30)
+            mine.irecv(torch.empty(1), 1 - rank, 0).wait(30)
+        except Exception as error:
+            errors.append(error)
+        finally:
+            hub.leave(rank)
+
+    threads = [threading.Thread(target=rank_main, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert [type(error) for error in errors] == [CollectiveMismatchError] * 2
+    assert "every rank waits and none can go on" in str(errors[0])
+
+
+def test_a_rank_that_stays_away_is_not_waited_for() -> None:
+    hub = LocalHub(2, seed=3)
+    other_is_done = threading.Event()
+    results: list[str] = []
+
+    def rank_main(rank: int) -> None:
+        mine = LocalCommunicator(hub, "k", rank, 2)
+        mine.barrier(30)
+        if rank == 0:
+            assert other_is_done.wait(30)  # by other means than the hub
+        else:
+            mine.isend(torch.ones(1), 0, 0)
+            other_is_done.set()
+        mine.barrier(30)
+        results.append("done")
+        hub.leave(rank)
+
+    threads = [threading.Thread(target=rank_main, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert results == ["done", "done"]

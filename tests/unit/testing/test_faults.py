@@ -55,6 +55,8 @@ def test_what_the_calling_code_does_instead(kind: FaultKind, number: int, expect
 def test_faults_that_cannot_be_are_refused() -> None:
     with pytest.raises(ArgumentError, match="a fault of kind skip happens among operations, not while joining"):
         Fault(kind=FaultKind.SKIP, rank=0, phase=Phase.JOINING)
+    with pytest.raises(ArgumentError, match="a fault of kind lose happens among operations, not while closing"):
+        Fault(kind=FaultKind.LOSE, rank=0, phase=Phase.CLOSING)
     with pytest.raises(ArgumentError, match="numbered from 1, got number=0"):
         Fault(kind=FaultKind.RAISE, rank=0, number=0)
     with pytest.raises(ArgumentError, match="there are 2 steps of group tp, so number=3 never comes"):
@@ -97,6 +99,28 @@ def test_a_stall_ends_in_the_deadline_of_the_others() -> None:
         return ()
 
     assert (1,) in run_threads(work, FOUR, timeout_s=30)
+
+
+def test_a_message_that_is_lost_is_a_deadlock_at_once_among_threads() -> None:
+    def work(ctx: ParallelContext) -> str:
+        probe = FaultProbe(Fault(kind=FaultKind.LOSE, rank=0, group="tp", number=2), ctx.layout, ctx.rank)
+        with ParallelContext(ctx.config, identity=ctx.identity, store=ctx.store, hub=ctx.hub, probe=probe) as broken:
+            broken.tp.barrier()
+            try:
+                if ctx.rank == 0:
+                    broken.tp.send_object("first")
+                    broken.tp.send_object("second")  # its only frame is the second one that rank 0 sends
+                    broken.tp.barrier()
+                else:
+                    assert broken.tp.recv_object() == "first"
+                    broken.tp.recv_object()
+            except PeerError as error:
+                return str(error)
+        return ""
+
+    for said in run_threads(work, ParallelConfig(tp=2), timeout_s=30):
+        assert "rank 0 in barrier of tp#0 waits for rank 1" in said
+        assert "rank 1 in recv from member 0 with tag 0 of tp#0 waits for rank 0" in said
 
 
 def test_the_trap_passes_everything_on() -> None:
