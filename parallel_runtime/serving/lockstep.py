@@ -34,10 +34,12 @@ class Turn(NamedTuple):
     Attributes:
         together: Whether every replica computes a batch now, an empty one where it has no other.
         is_over: Whether every replica leaves its loop now.
+        num_controls: Controls that every replica does at the end of this turn.
     """
 
     together: bool
     is_over: bool
+    num_controls: int = 0
 
 
 @final
@@ -56,7 +58,7 @@ class Lockstep:
         self._leaders = leaders
         self._num_told = 0
 
-    def agree(self, *, starts: bool, is_busy: bool, num_told: int, leaves: bool) -> Turn:
+    def agree(self, *, starts: bool, is_busy: bool, num_told: int, leaves: bool, num_controls: int = 0) -> Turn:
         """Decide what happens in this turn.
 
         Args:
@@ -64,6 +66,7 @@ class Lockstep:
             is_busy: Whether it has any request or batch under way.
             num_told: Messages from the front that may bring work, this replica's or another's.
             leaves: Whether it was told to leave.
+            num_controls: Controls it could do at the end of this turn; all replicas do as many.
 
         Returns:
             The decision, equal on all leaders.
@@ -76,7 +79,8 @@ class Lockstep:
         if self.is_asleep and num_told == self._num_told and not leaves:
             return Turn(together=False, is_over=False)
         self._num_told = num_told
-        said: list[tuple[bool, bool, int, bool]] = self._leaders.all_gather_object((starts, is_busy, num_told, leaves))
-        start, busy, told, leave = zip(*said, strict=True)
+        mine = (starts, is_busy, num_told, leaves, num_controls)
+        said: list[tuple[bool, bool, int, bool, int]] = self._leaders.all_gather_object(mine)
+        start, busy, told, leave, controls = zip(*said, strict=True)
         self.is_asleep = not any(start) and not any(busy) and len(set(told)) == 1
-        return Turn(together=any(start), is_over=all(leave))
+        return Turn(together=any(start), is_over=all(leave), num_controls=min(controls))

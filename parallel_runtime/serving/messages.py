@@ -1,7 +1,8 @@
 """What travels between the front process, the leaders and the other ranks: plain data, encoded with msgpack, never with pickle.
 
-Front process to a leader: ``Submit``, ``Abort``, ``Shutdown``, ``Wake``, ``Ping``. Leader to the front process: ``Ready``,
-``StepOutput``, ``Rejected``, ``Pong``. Leader to the other ranks of its replica: one ``Step`` per turn of the loop.
+Front process to a leader: ``Submit``, ``Abort``, ``Shutdown``, ``Wake``, ``Ping``, ``Control``. Leader to the front process:
+``Ready``, ``StepOutput``, ``Rejected``, ``Pong``, ``Answer``. Leader to the other ranks of its replica: one ``Step`` per turn of
+the loop and, over a channel of their own, the ``Control`` messages that it counts.
 """
 
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ import msgspec
 
 from parallel_runtime.errors import RequestError, SerializationError
 from parallel_runtime.serving.checks import check_name, check_tokens, shown
+from parallel_runtime.serving.controls import Answer, Control
 from parallel_runtime.serving.sampling_params import SamplingParams
 
 __all__ = [
@@ -134,7 +136,7 @@ class Unreadable(msgspec.Struct, frozen=True):
     Attributes:
         reason: What is wrong with them.
         request_id: The request that waits for an answer, where the bytes are a ``Submit`` that names one.
-        brings_work: Whether they were meant to be a ``Submit`` or a ``Wake``, of which every leader counts as many.
+        brings_work: Whether they were meant to be a message of which every leader gets as many.
     """
 
     reason: str
@@ -194,12 +196,14 @@ class StepOutput(msgspec.Struct, frozen=True, tag=True):
         token_ids: Tokens made since its last output; may be empty when it ends.
         finish_reason: Why it ended; ``None`` while it goes on.
         logprobs: Of each of ``token_ids``, where they are wanted.
+        weights_version: Of the weights that chose ``token_ids``.
     """
 
     request_id: str
     token_ids: tuple[int, ...] = ()
     finish_reason: FinishReason | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
+    weights_version: int = 0
 
 
 class Rejected(msgspec.Struct, frozen=True, tag=True):
@@ -229,6 +233,8 @@ class Step(msgspec.Struct, frozen=True, tag=True):
         requests: Requests that arrive now, in order.
         shutdown: Whether the loop ends here.
         together: Whether a batch is computed even if nothing is scheduled, because another replica needs this one's experts.
+        holds: Whether nothing is scheduled now: the replica is paused, or about to do what a ``Control`` asks.
+        num_controls: Controls that are done at the end of this turn.
     """
 
     sampled: tuple[int, ...] | None = None
@@ -236,12 +242,14 @@ class Step(msgspec.Struct, frozen=True, tag=True):
     requests: tuple[Request, ...] = ()
     shutdown: bool = False
     together: bool = False
+    holds: bool = False
+    num_controls: int = 0
 
 
-FrontMessage: TypeAlias = Submit | Abort | Shutdown | Wake | Ping
+FrontMessage: TypeAlias = Submit | Abort | Shutdown | Wake | Ping | Control
 """What a leader receives."""
 
-LeaderMessage: TypeAlias = Ready | StepOutput | Rejected | Pong
+LeaderMessage: TypeAlias = Ready | StepOutput | Rejected | Pong | Answer
 """What the front process receives."""
 
 
@@ -292,7 +300,7 @@ def read_front(payload: bytes) -> FrontMessage | Unreadable:
         return Unreadable(
             reason=str(exc),
             request_id=request_id if isinstance(request_id, str) else None,
-            brings_work=is_submit or outline.type == Wake.__name__,
+            brings_work=is_submit or outline.type in (Wake.__name__, Control.__name__),
         )
 
 

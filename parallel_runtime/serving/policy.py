@@ -77,11 +77,13 @@ class SchedulingPolicy:
     Attributes:
         limits: What may run at once.
         num_reused_tokens: Tokens that were found in the KV cache instead of being computed, over all requests so far.
+        weights_version: What outputs are marked with.
     """
 
     def __init__(self, limits: PolicyLimits) -> None:
         self.limits = limits
         self.num_reused_tokens = 0
+        self.weights_version = 0
         self._pool = BlockPool(limits.num_blocks)
         self._alive: dict[str, LiveRequest] = {}
         self._waiting: list[LiveRequest] = []
@@ -369,7 +371,8 @@ class SchedulingPolicy:
             self._end(live, RequestState.FINISHED)
         elif live.state is RequestState.PREFILL:
             live.move(RequestState.DECODE)
-        return StepOutput(request_id=live.request.request_id, token_ids=(token,), finish_reason=reason)
+        name, version = live.request.request_id, self.weights_version
+        return StepOutput(request_id=name, token_ids=(token,), finish_reason=reason, weights_version=version)
 
     def _end(self, live: LiveRequest, state: RequestState) -> None:
         if live.state is not RequestState.WAITING:

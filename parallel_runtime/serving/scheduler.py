@@ -10,7 +10,7 @@ them: there the leaders agree on every turn (``lockstep``), before it reaches th
 
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from typing import final
+from typing import TypeVar, final
 
 import msgspec
 
@@ -18,15 +18,18 @@ from parallel_runtime.comm import Channel, GroupCoordinator
 from parallel_runtime.context import ParallelContext
 from parallel_runtime.errors import ArgumentError
 from parallel_runtime.serving.batch import Batch
+from parallel_runtime.serving.controls import Control
 from parallel_runtime.serving.leader import LeaderDesk
 from parallel_runtime.serving.lockstep import Lockstep
 from parallel_runtime.serving.messages import FinishReason, Ready, Step, StepOutput
+from parallel_runtime.serving.operator import Operator
 from parallel_runtime.serving.policy import SchedulingPolicy
 from parallel_runtime.serving.worker import TpModelWorker
 
 __all__ = ["Scheduler"]
 
 _HEARTBEATS_PER_DEADLINE = 4
+_T = TypeVar("_T")
 
 
 @final
@@ -61,12 +64,14 @@ class Scheduler:
         self.policy = SchedulingPolicy(worker.limits)
         self._worker = worker
         self._observer = observer
-        self._desk = None if link is None else LeaderDesk(link, self.policy, vocab_size=worker.vocab_size)
+        self._operator = Operator(ctx, worker, self.policy)
+        self._desk = None if link is None else self._open_desk(link)
         self._lockstep = Lockstep(ctx.dp) if link is not None and worker.is_in_lockstep else None
         self._control_s = ctx.config.deadlines.control_s
         self._dp_rank = ctx.coordinate.dp
         self._is_starved = False
-        self._steps = _open_steps(worker.replica)
+        self._steps: list[Channel[Step]] = _open_lines(worker.replica, "steps", Step)
+        self._controls: list[Channel[Control]] = _open_lines(worker.replica, "controls", Control)
 
     def run(self) -> None:
         """Serve until the front process says so, or is gone; in lock-step, until all leaders have heard so.
@@ -87,18 +92,22 @@ class Scheduler:
     def _turn(self) -> bool:
         """One step; whether it was the last."""
         step = self._steps[0].recv(timeout_s=self._control_s) if self._desk is None else self._collect(self._desk)
+        started_s = self._worker.timeline.now()
         if self._lockstep is None:
             self._tell(step)
             self._take(step)
-            batch = Batch() if step.shutdown else self.policy.schedule()
+            batch = self._schedule(step)
         else:
             self._take(step)
-            batch = self.policy.schedule()
+            batch = self._schedule(step)
             step = self._agree(step, batch, self._lockstep)
             self._tell(step)
+        self._worker.timeline.add("schedule", started_s)
         if batch.chunks or step.together:
             self._compute(batch)
         self._is_starved = not batch.chunks
+        for _ in range(step.num_controls):
+            self._control()
         return step.shutdown
 
     def _say_ready(self) -> None:
@@ -115,18 +124,50 @@ class Scheduler:
             )
             self._desk.send(ready)
 
+    def _open_desk(self, link: Connection) -> LeaderDesk:
+        return LeaderDesk(link, self.policy, vocab_size=self._worker.vocab_size, status=self._operator.status)
+
     def _collect(self, desk: LeaderDesk) -> Step:
-        can_sleep = self.policy.is_idle if self._lockstep is None else self._lockstep.is_asleep
+        can_sleep = self._is_at_rest(desk) if self._lockstep is None else self._lockstep.is_asleep
         wait_s = self._control_s / _HEARTBEATS_PER_DEADLINE if can_sleep and not desk.is_over else 0.0
-        return desk.collect(self._worker.finish() if self._must_finish() else None, wait_s=wait_s)
+        sampled = self._worker.finish() if self._must_finish() else None
+        started_s = 0.0 if wait_s else self._worker.timeline.now()
+        step = desk.collect(sampled, wait_s=wait_s)
+        if (self._operator.holds or desk.controls) and not step.shutdown:
+            is_quiet = self.policy.num_under_way == (sampled is not None)
+            step = msgspec.structs.replace(step, holds=True, num_controls=len(desk.controls) if is_quiet else 0)
+        self._worker.timeline.add("schedule", started_s)
+        return step
+
+    def _is_at_rest(self, desk: LeaderDesk) -> bool:
+        """Whether nothing happens until the front says something."""
+        return not desk.controls and (self.policy.is_idle or (self._operator.holds and not self.policy.num_under_way))
+
+    def _schedule(self, step: Step) -> Batch:
+        return Batch() if step.holds or (step.shutdown and self._lockstep is None) else self.policy.schedule()
+
+    def _control(self) -> None:
+        """Do the next thing the front asked for, on every rank."""
+        if self._desk is None:
+            self._operator.do(self._controls[0].recv(timeout_s=self._control_s))
+            return
+        control = self._desk.controls.popleft()
+        for line in self._controls:
+            line.send(control)
+        self._desk.send(self._operator.do(control))
 
     def _agree(self, step: Step, batch: Batch, lockstep: Lockstep) -> Step:
         """The step as all leaders want it: computed by every replica if by any, and the last one when all may leave."""
         desk = self._desk
         assert desk is not None
-        is_busy = not self.policy.is_idle
-        turn = lockstep.agree(starts=bool(batch.chunks), is_busy=is_busy, num_told=desk.num_told, leaves=desk.is_over)
-        return msgspec.structs.replace(step, together=turn.together, shutdown=turn.is_over)
+        turn = lockstep.agree(
+            starts=bool(batch.chunks),
+            is_busy=not self._is_at_rest(desk),
+            num_told=desk.num_told,
+            leaves=desk.is_over,
+            num_controls=step.num_controls,
+        )
+        return msgspec.structs.replace(step, together=turn.together, shutdown=turn.is_over, num_controls=turn.num_controls)
 
     def _tell(self, step: Step) -> None:
         if self._desk is not None:
@@ -156,7 +197,7 @@ class Scheduler:
         self._worker.start(batch)
 
 
-def _open_steps(replica: GroupCoordinator) -> list[Channel[Step]]:
-    """One line from the leader to each other rank; a rank that computes does not hold up the leader's next step."""
+def _open_lines(replica: GroupCoordinator, name: str, schema: type[_T]) -> list[Channel[_T]]:
+    """One line from the leader to each other rank; a rank that computes does not hold up the leader's next message."""
     peers = range(1, replica.world_size) if replica.is_first_rank else (0,)
-    return [replica.channel("steps", Step, peer=peer) for peer in peers]
+    return [replica.channel(name, schema, peer=peer) for peer in peers]

@@ -1,12 +1,16 @@
 """What a user sets about serving."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from parallel_runtime.config.base import FrozenModel
 
 __all__ = ["ServingConfig"]
+
+
+def _as_tuple(value: object) -> object:
+    return tuple(value) if isinstance(value, list | range) else value
 
 
 class ServingConfig(FrozenModel):
@@ -24,7 +28,8 @@ class ServingConfig(FrozenModel):
         max_batch_requests: Requests that run at once in one replica.
         max_waiting: Requests that may wait for each replica; one more is refused at once.
         max_request_tokens: Prompt plus new tokens of one request; ``None`` takes the model's context length.
-        balance: How requests are spread over data-parallel ranks.
+        prefix_reuse: Whether full blocks of KV cache are kept for later prompts that begin alike.
+        balance: How requests are spread over the data-parallel ranks of all replicas.
         seed: Base of the random streams of requests without a seed of their own; ``None`` draws one.
 
     Raises:
@@ -32,7 +37,7 @@ class ServingConfig(FrozenModel):
     """
 
     dtype: Literal["float32", "bfloat16"] = "float32"
-    stage_layers: tuple[int, ...] | None = None
+    stage_layers: Annotated[tuple[int, ...] | None, BeforeValidator(_as_tuple)] = None
     num_microbatches: int | None = Field(default=None, ge=1)
     page_size: int = Field(default=16, ge=1)
     kv_cache_tokens: int | None = Field(default=None, ge=1)
@@ -40,5 +45,6 @@ class ServingConfig(FrozenModel):
     max_batch_requests: int = Field(default=32, ge=1)
     max_waiting: int = Field(default=1024, ge=1)
     max_request_tokens: int | None = Field(default=None, ge=2)
-    balance: Literal["round_robin", "least_requests", "least_tokens"] = "least_requests"
+    prefix_reuse: bool = True
+    balance: Literal["round_robin", "least_requests", "least_tokens", "prefix_affinity"] = "least_requests"
     seed: int | None = Field(default=None, ge=0, lt=2**63)

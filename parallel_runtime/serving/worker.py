@@ -9,6 +9,7 @@ from collections import deque
 from pathlib import Path
 from typing import final
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -16,18 +17,22 @@ from parallel_runtime.comm import Channel, GroupCoordinator, SendHandle
 from parallel_runtime.config import ModelShape
 from parallel_runtime.config.parallel_config import ParallelConfig
 from parallel_runtime.context import ParallelContext
-from parallel_runtime.errors import ArgumentError, ConfigError
+from parallel_runtime.errors import ArgumentError, ConfigError, ContextStateError
 from parallel_runtime.layers import ExpertGroups
-from parallel_runtime.models.causal_lm import load_model
+from parallel_runtime.models.causal_lm import CausalLM, load_model
+from parallel_runtime.models.checkpoint import Checkpoint
 from parallel_runtime.models.resolve import open_checkpoint
 from parallel_runtime.serving.batch import Batch
 from parallel_runtime.serving.blocks import blocks_for
+from parallel_runtime.serving.controls import RankProfile
 from parallel_runtime.serving.lockstep import needs_lockstep
 from parallel_runtime.serving.memory import available_bytes
 from parallel_runtime.serving.messages import Sampled
+from parallel_runtime.serving.model_weights import ModelWeights
 from parallel_runtime.serving.policy import PolicyLimits
 from parallel_runtime.serving.runner import ModelRunner
 from parallel_runtime.serving.serving_config import ServingConfig
+from parallel_runtime.serving.timeline import Timeline
 from parallel_runtime.serving.token_keys import mix_seed
 from parallel_runtime.topology.shards import split_experts, split_layers
 
@@ -70,7 +75,8 @@ class TpModelWorker:
         is_in_lockstep: Whether experts span replicas, so that every batch is computed by all replicas or by none.
         limits: What the replica may do at once, its KV cache included; equal on all of its ranks.
         vocab_size: Token ids below this exist.
-        runner: This rank's shard.
+        weights: This rank's part of the model.
+        timeline: What this rank does when, while somebody wants to know.
         seed: Base of the random streams; equal on the ranks of a replica, different between replicas.
 
     Raises:
@@ -84,21 +90,16 @@ class TpModelWorker:
         config = config or ServingConfig()
         self._ctx = ctx
         self.replica: GroupCoordinator = ctx.open_group("tp", "cp", "pp")
+        self._config = config
+        self.timeline = Timeline(rank=ctx.rank, stage=ctx.pp.rank_in_group)
         with open_checkpoint(model) as checkpoint:
             check_servable(ctx.config, checkpoint.config.shape)
             self.is_in_lockstep = needs_lockstep(ctx.config, checkpoint.config.shape)
-            stages = split_layers(checkpoint.config.num_layers, num_stages=ctx.pp.world_size, sizes=config.stage_layers)
-            loaded = load_model(
-                checkpoint,
-                tp=ctx.tp,
-                experts=ExpertGroups(tp=ctx.tp, ep=ctx.ep, etp=ctx.etp),
-                layers=stages[ctx.pp.rank_in_group],
-                dtype=torch.float32 if config.dtype == "float32" else torch.bfloat16,
-                device=ctx.device,
-            )
-        self.runner = ModelRunner(loaded, page_size=config.page_size)
-        self.vocab_size = loaded.config.vocab_size
-        self.limits = self._agree_limits(config, loaded.config.max_positions)
+        group = ctx.world if self.is_in_lockstep else self.replica
+        self.weights = ModelWeights(ctx, group=group, model=model, build=self._build)
+        self._runner: ModelRunner | None = ModelRunner(self.weights.model, page_size=config.page_size)
+        self.vocab_size = self.weights.config.vocab_size
+        self.limits = self._agree_limits(config, self.weights.config.max_positions)
         self.runner.open_cache(self.limits.num_blocks, device=ctx.device)
         self.seed = self._agree_seed(config.seed)
         self._done: deque[Sampled] = deque()
@@ -108,6 +109,54 @@ class TpModelWorker:
     def is_leader(self) -> bool:
         """Whether this rank leads its replica: tp=0, cp=0, pp=0."""
         return self.replica.is_first_rank
+
+    @property
+    def runner(self) -> ModelRunner:
+        """This rank's shard with its KV cache.
+
+        Raises:
+            ContextStateError: It is asleep.
+        """
+        if self._runner is None:
+            raise ContextStateError("this worker is asleep and has neither weights nor a KV cache; wake it first")
+        return self._runner
+
+    def swap_weights(self, version: int | None = None) -> None:
+        """Serve with the weights that ``weights.load`` or ``weights.receive`` made; what the KV cache holds is gone.
+
+        Args:
+            version: Of the new weights; one more than before by default.
+
+        Raises:
+            ContextStateError: There are no new weights.
+        """
+        self.weights.swap(version)
+        self._open_runner()
+
+    def sleep(self) -> None:
+        """Give back the memory of weights and KV cache; no batch may be under way. Twice is nothing.
+
+        Raises:
+            PeerFailedError: Some rank could not keep its weights. Nobody sleeps.
+            PeerError: A rank failed or left.
+
+        Collective: as ``ModelWeights.sleep``.
+        """
+        self.weights.sleep()
+        self._runner = None
+
+    def wake(self) -> None:
+        """Take the memory again, with the same weights and an empty KV cache. Twice is nothing.
+
+        Raises:
+            PeerFailedError: Some rank could not read its weights. All sleep on.
+            PeerError: A rank failed or left.
+
+        Collective: as ``ModelWeights.wake``.
+        """
+        if self._runner is None:
+            self.weights.wake()
+            self._open_runner()
 
     def forward(self, batch: Batch) -> tuple[int, ...] | None:
         """Run one batch through every stage and choose its tokens: ``start``, and ``finish`` on the leader.
@@ -138,11 +187,12 @@ class TpModelWorker:
 
         Collective: those of the model on each stage; hidden states from stage to stage, tokens from the last one to the leader.
         """
-        pp = self._ctx.pp
         hidden_TD, _ = self._run_stage(batch)
-        if not pp.is_last_rank or not batch.chunks:
+        if not self._ctx.pp.is_last_rank or not batch.chunks:
             return
+        started_s = self.timeline.now()
         sampled = self.runner.sample(batch, hidden_TD, base_seed=self.seed)
+        self.timeline.add("compute", started_s, num_tokens=batch.num_tokens)
         if self._tokens is not None and not self.is_leader:
             self._tokens.send(sampled)
         elif self.is_leader:
@@ -183,6 +233,17 @@ class TpModelWorker:
             handover.wait()
         return hidden_TD
 
+    def profile(self) -> tuple[RankProfile, ...]:
+        """End the profile that ``timeline.start`` began.
+
+        Returns:
+            What each rank of the replica did, in their order.
+
+        Collective: one message of every rank of the replica.
+        """
+        told = self.replica.all_gather_object(msgspec.to_builtins(self.timeline.stop()))
+        return tuple(msgspec.convert(each, RankProfile) for each in told)
+
     def describe(self) -> str:
         """Who this rank is and what it runs on, in one line."""
         ctx, model, place = self._ctx, self.runner.model, self._ctx.coordinate
@@ -199,10 +260,35 @@ class TpModelWorker:
 
     def _run_stage(self, batch: Batch) -> tuple[Tensor, SendHandle | None]:
         """This stage's part, and its sending to the next one; the group keeps what it needs even where nobody waits."""
-        pp = self._ctx.pp
-        hidden_TD = self.runner.forward(batch, None if pp.is_first_rank else pp.recv(src=pp.rank_in_group - 1))
+        pp, timeline, num_tokens = self._ctx.pp, self.timeline, batch.num_tokens
+        started_s = timeline.now()
+        inputs_TD = None if pp.is_first_rank else pp.recv(src=pp.rank_in_group - 1)
+        if inputs_TD is not None:
+            timeline.add("receive", started_s, num_tokens=num_tokens)
+            started_s = timeline.now()
+        hidden_TD = self.runner.forward(batch, inputs_TD)
+        timeline.add("compute", started_s, num_tokens=num_tokens)
         handover = None if pp.is_last_rank else pp.isend(hidden_TD, dst=pp.rank_in_group + 1, copy=False)
         return hidden_TD, handover
+
+    def _build(self, checkpoint: Checkpoint) -> CausalLM:
+        """This rank's part of a model, from its weights."""
+        ctx = self._ctx
+        stages = split_layers(checkpoint.config.num_layers, num_stages=ctx.pp.world_size, sizes=self._config.stage_layers)
+        return load_model(
+            checkpoint,
+            tp=ctx.tp,
+            experts=ExpertGroups(tp=ctx.tp, ep=ctx.ep, etp=ctx.etp),
+            layers=stages[ctx.pp.rank_in_group],
+            dtype=torch.float32 if self._config.dtype == "float32" else torch.bfloat16,
+            device=ctx.device,
+        )
+
+    def _open_runner(self) -> None:
+        """Begin with an empty KV cache; an earlier one is given back first."""
+        self._runner = None
+        self._runner = ModelRunner(self.weights.model, page_size=self._config.page_size)
+        self._runner.open_cache(self.limits.num_blocks, device=self._ctx.device)
 
     def _agree_limits(self, config: ServingConfig, context_length: int) -> PolicyLimits:
         longest = min(config.max_request_tokens or context_length, context_length)
@@ -226,6 +312,7 @@ class TpModelWorker:
             max_waiting=config.max_waiting,
             max_request_tokens=longest,
             num_slots=config.num_microbatches or self._ctx.pp.world_size,
+            prefix_reuse=config.prefix_reuse,
         )
 
     def _open_tokens(self) -> Channel[Sampled] | None:

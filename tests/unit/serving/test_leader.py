@@ -8,6 +8,7 @@ from multiprocessing.connection import Connection
 import msgspec
 import pytest
 
+from parallel_runtime.serving.controls import Answer, Control, Health, Pause, Status
 from parallel_runtime.serving.leader import LeaderDesk
 from parallel_runtime.serving.messages import (
     Abort,
@@ -29,6 +30,8 @@ from parallel_runtime.serving.messages import (
 )
 from parallel_runtime.serving.policy import PolicyLimits, SchedulingPolicy
 from parallel_runtime.serving.sampling_params import SamplingParams
+
+STATUS = Status(num_waiting=1, num_running=2, num_free_blocks=3, num_cached_blocks=1, num_reused_tokens=4, weights_version=5)
 
 
 def make(name: str, *prompt: int, new: int = 4) -> Request:
@@ -57,7 +60,7 @@ def office() -> Iterator[Office]:
     front, leader = Pipe()
     policy = SchedulingPolicy(PolicyLimits(num_blocks=10, page_size=4, max_waiting=2, max_request_tokens=30))
     with front, leader:
-        yield Office(front=front, desk=LeaderDesk(leader, policy, vocab_size=100), policy=policy)
+        yield Office(front=front, desk=LeaderDesk(leader, policy, vocab_size=100, status=lambda: STATUS), policy=policy)
 
 
 def test_requests_enter_a_step_in_order(office: Office) -> None:
@@ -158,6 +161,14 @@ def test_the_front_hears_that_the_loop_turns(office: Office) -> None:
     office.say(Ping(), Submit(make("a")))
     assert office.desk.collect(None, wait_s=1.0) == Step(requests=(make("a"),))
     assert (office.heard(), office.desk.num_told) == ([Pong()], 1)
+
+
+def test_controls_wait_and_health_is_told_at_once(office: Office) -> None:
+    pause = Control(number=2, action=Pause())
+    office.say(Control(number=1, action=Health()), pause)
+    assert office.desk.collect(None, wait_s=1.0) == Step()
+    assert (list(office.desk.controls), office.desk.num_told) == ([pause], 2)
+    assert office.heard() == [Answer(number=1, status=STATUS)]
 
 
 def test_a_front_that_is_gone_is_over(office: Office) -> None:
