@@ -1,5 +1,20 @@
 """Contexts in the hands of other libraries: torch's meshes and compiler, checkpoints, Megatron, transformers; and resharding."""
 
 from parallel_runtime.interop.mesh import ContextMesh, device_mesh
+from parallel_runtime.interop.model_state import local_state, model_placement
+from parallel_runtime.interop.moves import Box, Move, Placement, TensorPlacement, bytes_lacking, plan_moves
+from parallel_runtime.interop.reshard import reshard
 
-__all__ = ["ContextMesh", "device_mesh"]
+__all__ = [
+    "Box",
+    "ContextMesh",
+    "Move",
+    "Placement",
+    "TensorPlacement",
+    "bytes_lacking",
+    "device_mesh",
+    "local_state",
+    "model_placement",
+    "plan_moves",
+    "reshard",
+]
