@@ -21,6 +21,9 @@ Message: TypeAlias = Mapping[str, str]
 """One turn of a chat, with ``role`` and ``content``."""
 
 _INCOMPLETE = "\ufffd"
+_MOST_INCOMPLETE = 3  # bytes of a character that lacks one; some decoders write each of them down as U+FFFD
+_LONGEST_WINDOW = 64
+_KEPT_OF_WINDOW = 8
 
 
 @final
@@ -158,29 +161,45 @@ class StreamDecoder:
         self._skip = skip_special_tokens
         self._window: list[int] = []  # some tokens of context, then those whose text is not all out
         self._context = 0
-        self._out = 0  # characters of the window's text that are out
+        self._given = ""  # of the window's text, what is out
 
     def push(self, token: int) -> str:
         """Take one more token; returns the text that is certain now, maybe none."""
         self._window.append(token)
-        text = self._text()
-        certain = len(text) - text.endswith(_INCOMPLETE)
-        new = text[self._out : certain]
-        self._out = max(self._out, certain)
+        text, num_new_tokens = self._text(), len(self._window) - self._context
+        certain = len(text) - _num_incomplete(text)
+        is_endless = num_new_tokens > _LONGEST_WINDOW  # special tokens, or bytes that are no text
+        if not (text.startswith(self._given) or is_endless):  # some decoders take whole characters back meanwhile
+            return ""
+        new = text[len(self._given) : certain]
+        self._given += new
         if new and certain == len(text):  # a clean cut: what came since the last one is context enough for what follows
-            self._window = self._window[self._context :]
+            self._keep(self._window[self._context :], held=0)
             self._context = len(self._window)
-            self._out = len(self._text())
+        elif is_endless:
+            self._keep(self._window[-_KEPT_OF_WINDOW:], held=len(text) - certain)
+            self._context = 0
         return new
 
     def flush(self) -> str:
         """The rest, with U+FFFD for a character that never came to its end."""
-        rest = self._text()[self._out :]
-        self._window, self._context, self._out = [], 0, 0
+        rest = self._text()[len(self._given) :]
+        self._window, self._context, self._given = [], 0, ""
         return rest
+
+    def _keep(self, window: list[int], *, held: int) -> None:
+        self._window = window
+        text = self._text()
+        self._given = text[: len(text) - held]
 
     def _text(self) -> str:
         return self._tokenizer.decode(self._window, skip_special_tokens=self._skip)
+
+
+def _num_incomplete(text: str) -> int:
+    """Characters at the end that the next tokens may still change."""
+    end = text[-_MOST_INCOMPLETE:]
+    return len(end) - len(end.rstrip(_INCOMPLETE))
 
 
 def load_tokenizer(checkpoint: Checkpoint) -> Tokenizer:

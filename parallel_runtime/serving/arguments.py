@@ -1,27 +1,41 @@
 """What callers give an engine, checked and made into lists: prompts, and how to continue each."""
 
 from collections.abc import Iterable, Mapping, Set
-from typing import TypeAlias
+from dataclasses import dataclass
+from typing import TypeAlias, final
 
 from parallel_runtime.errors import RequestError
+from parallel_runtime.models.tokenizer import Message
 from parallel_runtime.serving.sampling_params import SamplingParams
 
-__all__ = ["Prompt", "prompt_list", "sampling_list"]
+__all__ = ["Chat", "Prompt", "prompt_list", "sampling_list"]
 
-Prompt: TypeAlias = str | Iterable[int]
-"""Text, or token ids."""
+Prompt: TypeAlias = str | Iterable[int] | Iterable[Message]
+"""Text, token ids, or the messages of a chat, each with ``role`` and ``content``."""
 
-_WANTED = "a prompt is a text or a list of token ids, and prompts is a list of such"
+_WANTED = "a prompt is a text, a list of token ids or a list of chat messages, and prompts is a list of such"
 
 
-def prompt_list(prompts: Iterable[Prompt]) -> list[str | tuple[int, ...]]:
+@final
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """A prompt that the model's chat template writes down.
+
+    Attributes:
+        messages: The turns so far, at least one.
+    """
+
+    messages: tuple[Message, ...]
+
+
+def prompt_list(prompts: Iterable[Prompt]) -> list[str | tuple[int, ...] | Chat]:
     """Read prompts.
 
     Args:
-        prompts: Any iterable of texts and of lists of token ids.
+        prompts: Any iterable of texts, of lists of token ids and of lists of messages.
 
     Returns:
-        The texts, and the token ids as tuples; a ``Request`` judges the ids.
+        The texts, the token ids as tuples, and chats; a ``Request`` judges the ids, and the template the messages.
 
     Raises:
         RequestError: It is something else, such as one prompt alone.
@@ -33,12 +47,15 @@ def prompt_list(prompts: Iterable[Prompt]) -> list[str | tuple[int, ...]]:
     return [_read_prompt(index, prompt) for index, prompt in enumerate(prompts)]
 
 
-def sampling_list(sampling: SamplingParams | Iterable[SamplingParams] | None, *, count: int) -> list[SamplingParams]:
+def sampling_list(
+    sampling: SamplingParams | Iterable[SamplingParams] | None, *, count: int, default: SamplingParams | None = None
+) -> list[SamplingParams]:
     """Read how prompts are to be continued.
 
     Args:
-        sampling: For all prompts, or one for each; ``None`` is greedy.
+        sampling: For all prompts, or one for each.
         count: Number of prompts.
+        default: What ``None`` means; greedy by default.
 
     Returns:
         One for each prompt.
@@ -47,7 +64,7 @@ def sampling_list(sampling: SamplingParams | Iterable[SamplingParams] | None, *,
         RequestError: It is something else, or there is another number of them.
     """
     if sampling is None or isinstance(sampling, SamplingParams):
-        return [sampling or SamplingParams()] * count
+        return [sampling or default or SamplingParams()] * count
     if not _is_list(sampling):
         raise RequestError(
             f"sampling is {_named(sampling)}; give SamplingParams(...) for all prompts, or a list with one for each"
@@ -61,13 +78,20 @@ def sampling_list(sampling: SamplingParams | Iterable[SamplingParams] | None, *,
     return each
 
 
-def _read_prompt(index: int, prompt: Prompt) -> str | tuple[int, ...]:
+def _read_prompt(index: int, prompt: Prompt) -> str | tuple[int, ...] | Chat:
     if isinstance(prompt, str):
         return prompt
     if not _is_list(prompt):
         hint = "; for one prompt of token ids give [ids]" if isinstance(prompt, int) else ""
         raise RequestError(f"prompt {index} is {_named(prompt)}; {_WANTED}{hint}")
-    return tuple(prompt)
+    items: tuple[object, ...] = tuple(prompt)
+    if not items or not isinstance(items[0], Mapping):
+        return items  # type: ignore[return-value]  # a Request judges them
+    for message in items:
+        texts = [message.get(name) for name in ("role", "content")] if isinstance(message, Mapping) else [None]
+        if not all(isinstance(text, str) for text in texts):
+            raise RequestError(f"prompt {index} has {_named(message)} among its messages; each has a text 'role' and 'content'")
+    return Chat(items)  # type: ignore[arg-type]  # checked above
 
 
 def _is_list(value: object) -> bool:

@@ -130,6 +130,24 @@ def test_a_stream_keeps_blanks_between_words_of_other_decoders() -> None:
     assert [stream.push(token) for token in (0, 1, 2, 1)] == ["a", " b", "c", " b"]
 
 
+def test_bytes_that_a_decoder_writes_down_one_by_one_wait_for_their_character() -> None:
+    names = [f"<0x{byte:02X}>" for byte in range(256)]
+    backend = Backend(models.BPE({name: index for index, name in enumerate(names)}, [], byte_fallback=True))
+    backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    stream = Tokenizer(backend).stream()
+    assert [stream.push(byte) for byte in "a€😀b".encode()] == ["a", "", "", "€", "", "", "", "😀", "b"]
+
+
+def test_endless_bytes_that_are_no_text_do_not_pile_up() -> None:
+    tokenizer = byte_tokenizer()
+    junk = next(index for index in range(256) if tokenizer.decode([index, index, 0]).startswith("\ufffd\ufffd"))
+    stream = tokenizer.stream()
+    ids = [junk] * 300 + tokenizer.encode("é")
+    pieces = [stream.push(token) for token in ids]
+    assert "".join(pieces) + stream.flush() == tokenizer.decode(ids)
+    assert len(stream._window) < 80
+
+
 def test_a_chat_is_written_down_by_the_models_template(tmp_path: Path) -> None:
     folder = write_safetensors_checkpoint(tmp_path / "model", CONFIG)
     turns = "{% for m in messages %}{{ m.role }}:{{ m.content }}{{ eos_token }}{% endfor %}"

@@ -27,15 +27,15 @@ def test_any_iterable_of_prompts_will_do() -> None:
     ("prompts", "text"),
     [
         ("text", "prompts is a list of prompts; for one text give [text]"),
-        (None, "prompts is None, of type NoneType; a prompt is a text or a list of token ids"),
+        (None, "prompts is None, of type NoneType; a prompt is a text, a list of token ids or a list of chat messages"),
         (5, "prompts is 5, of type int;"),
         (b"abc", "prompts is b'abc', of type bytes;"),
         ({"a": 1}, "prompts is {'a': 1}, of type dict;"),
         ({(1,)}, "prompts is {(1,)}, of type set;"),
-        ([None], "prompt 0 is None, of type NoneType; a prompt is a text or a list of token ids"),
+        ([None], "prompt 0 is None, of type NoneType; a prompt is a text, a list of token ids or a list of chat messages"),
         (
             ["a", 5],
-            "prompt 1 is 5, of type int; a prompt is a text or a list of token ids, and prompts is a list of such; for one",
+            "prompt 1 is 5, of type int; a prompt is a text, a list of token ids or a list of chat messages, and prompts is a list of such; for one",
         ),
         ([b"abc"], "prompt 0 is b'abc', of type bytes;"),
         ([bytearray(b"abc")], "prompt 0 is "),
