@@ -2,56 +2,31 @@
 
 What arrives has the container kinds that were sent (list, tuple, dict, set, frozenset), the order of dict keys, and tensors that
 are detached. One tensor object that occurs twice arrives as one. Big tensors stay out of the bytes and travel on their own.
+
+A body is a head (is it pickled, how long are its parts), what its tensors are, the tree, and the bytes of the small tensors.
 """
 
 import pickle as pickling
-from collections.abc import Callable, Mapping, Sequence
-from enum import IntEnum
-from types import MappingProxyType
+import struct
+from collections.abc import Callable
 from typing import Any, Final, NamedTuple, final
 
 import msgspec
-import numpy as np
 import torch
 from torch import Tensor
 
-from parallel_runtime.comm.tensors import as_bytes, dense
+from parallel_runtime.comm.extensions import Reader, Writer, type_name
+from parallel_runtime.comm.tensors import as_bytes, dense, dtype_named
 from parallel_runtime.errors import SerializationError
 
-__all__ = ["Body", "Encoded", "decode", "decode_typed", "dtype_named", "encode", "encode_typed", "open_body"]
+__all__ = ["Body", "Encoded", "decode", "decode_typed", "encode", "encode_typed", "open_body"]
 
-_SCALARS: Final = frozenset({type(None), bool, int, float, str, bytes})
-_ENVELOPE: Final = msgspec.msgpack.Decoder(tuple[bool, list[tuple[str, list[int], bool, bytes | None]], msgspec.Raw])
+_HEAD: Final = struct.Struct("<BIQ")
+_ENTRIES: Final = msgspec.msgpack.Decoder(list[tuple[str, list[int], bool, bool]])
+_ENCODER: Final = msgspec.msgpack.Encoder()
 _KEEP_OUT_BYTES: Final = 64 * 1024
-
-
-class _Code(IntEnum):
-    """Msgpack extension codes."""
-
-    TUPLE = 1
-    DICT = 2
-    SET = 3
-    FROZENSET = 4
-    TENSOR = 5
-    NDARRAY = 6
-    NUMPY_SCALAR = 7
-    COMPLEX = 8
-    BIG_INT = 9
-    DTYPE = 10
-    BYTEARRAY = 11
-    SIZE = 12
-
-
-def dtype_named(name: str) -> torch.dtype:
-    """The dtype called ``name``, like ``"torch.float32"``.
-
-    Raises:
-        ValueError: There is none.
-    """
-    dtype = getattr(torch, name.removeprefix("torch."), None)
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"unknown dtype {name}")
-    return dtype
+_LARGEST: Final = 2**31
+"""A piece of more bytes stays out of msgpack, which has room for lengths below 4 GiB."""
 
 
 @final
@@ -81,17 +56,18 @@ class Body(NamedTuple):
     pickled: bool
     tensors: list[Tensor]
     buffers: list[Tensor]
-    tree: bytes | msgspec.Raw
+    tree: memoryview
 
 
-def encode(value: object, *, pickle: bool = False, keep_out: bool = True) -> Encoded:
+def encode(value: object, *, pickle: bool = False, keep_out: bool = True, largest: int = _LARGEST) -> Encoded:
     """Turn ``value`` into bytes, before anything is sent.
 
     Args:
         value: None, bool, int, float, str, bytes, complex, list, tuple, dict, set, tensors, numpy arrays and scalars, dtypes
-            and sizes, nested in any way.
+            and sizes, nested in any way and of any size.
         pickle: Pickle it instead; the receiver has to allow that.
         keep_out: Leave tensors of 64 KiB and more out of the bytes.
+        largest: Bytes of the biggest piece that is given to msgpack.
 
     Returns:
         The bytes, and the tensors that travel on their own.
@@ -101,26 +77,27 @@ def encode(value: object, *, pickle: bool = False, keep_out: bool = True) -> Enc
     """
     if pickle:
         try:
-            data = pickling.dumps(value, protocol=5)
+            return _finish([], lambda body: body.extend(pickling.dumps(value, protocol=5)), keep_out, pickled=True)
         except Exception as exc:
-            raise SerializationError(f"cannot pickle {_short(value)}: {type(exc).__name__}: {exc}") from exc
-        return Encoded(_packed((True, [], data)), [])
-    for careful in (False, True):
-        writer = _Writer(careful)
+            raise SerializationError(f"cannot pickle {type_name(value)}: {type(exc).__name__}: {exc}") from exc
+    try:
         try:
-            return writer.finish(writer.walk(value), keep_out)
-        except OverflowError:
-            continue
-        except RecursionError:
-            raise SerializationError(
-                f"cannot encode {type(value).__name__}: it is nested too deeply, or contains itself"
-            ) from None
-        except UnicodeEncodeError as exc:
-            raise SerializationError(f"cannot encode a str that is no valid Unicode: {exc}") from exc
-    raise SerializationError(f"cannot encode {_short(value)}")
+            writer = Writer(False, largest)
+            encoded = _packed(writer, writer.walk(value), keep_out)
+            if len(encoded.body) <= largest:
+                return encoded
+        except (OverflowError, ValueError) as exc:
+            if isinstance(exc, UnicodeEncodeError | SerializationError):
+                raise
+        writer = Writer(True, largest)  # an integer or a piece that msgpack cannot hold
+        return _packed(writer, writer.walk(value), keep_out)
+    except RecursionError:
+        raise SerializationError(f"cannot encode {type(value).__name__}: it is nested too deeply, or contains itself") from None
+    except UnicodeEncodeError as exc:
+        raise SerializationError(f"cannot encode a str that is no valid Unicode: {exc}") from exc
 
 
-def open_body(body: bytearray | memoryview, device: torch.device) -> Body:
+def open_body(body: bytes | bytearray | memoryview, device: torch.device) -> Body:
     """Read what a body says about its tensors, and make room for those that are still to come.
 
     Args:
@@ -133,20 +110,27 @@ def open_body(body: bytearray | memoryview, device: torch.device) -> Body:
     Raises:
         SerializationError: The bytes are damaged.
     """
+    view = memoryview(body)
+    tensors: list[Tensor] = []
+    buffers: list[Tensor] = []
     try:
-        pickled, entries, tree = _ENVELOPE.decode(body)
-        tensors, buffers = [], []
-        for name, shape, on_cpu, data in entries:
-            place = torch.device("cpu") if on_cpu else device
-            tensor = torch.empty(shape, dtype=dtype_named(name), device=place)
-            if data:
-                as_bytes(tensor).copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-            elif data is None:
-                buffers.append(tensor)
+        pickled, entries_bytes, tree_bytes = _HEAD.unpack_from(view)
+        start = _HEAD.size + entries_bytes
+        end = start + tree_bytes
+        if end > len(view) or pickled > 1:
+            raise ValueError(f"{len(view)} bytes that start with {bytes(view[:4])!r}")
+        for name, shape, on_cpu, is_inside in _ENTRIES.decode(view[_HEAD.size : start]) if entries_bytes else ():
+            tensor = torch.empty(shape, dtype=dtype_named(name), device=torch.device("cpu") if on_cpu else device)
             tensors.append(tensor)
-    except (msgspec.MsgspecError, ValueError) as exc:
+            if not is_inside:
+                buffers.append(tensor)
+            elif tensor.nbytes:
+                piece = bytearray(view[end : end + tensor.nbytes])
+                as_bytes(tensor).copy_(torch.frombuffer(piece, dtype=torch.uint8))
+                end += tensor.nbytes
+    except (msgspec.MsgspecError, ValueError, RuntimeError, struct.error) as exc:
         raise SerializationError(f"a message arrived damaged: {exc}") from exc
-    return Body(pickled, tensors, buffers, tree)
+    return Body(bool(pickled), tensors, buffers, view[start : start + tree_bytes])
 
 
 def decode(body: Body, *, pickle: bool = False) -> object:
@@ -164,12 +148,12 @@ def decode(body: Body, *, pickle: bool = False) -> object:
     """
     try:
         if not body.pickled:
-            return msgspec.msgpack.decode(body.tree, ext_hook=_Reader(body.tensors).hook)
+            return msgspec.msgpack.decode(body.tree, ext_hook=Reader(body.tensors).hook)
         if not pickle:
             raise SerializationError(
                 "the message was pickled by its sender; receive it with pickle=True if you trust all members"
             )
-        return pickling.loads(msgspec.msgpack.decode(body.tree, type=bytes))
+        return pickling.loads(body.tree)
     except SerializationError:
         raise
     except Exception as exc:
@@ -180,7 +164,7 @@ def encode_typed(value: object) -> Encoded:
     """Encode a value of a schema: msgspec structs, dataclasses, enums and whatever else msgspec knows, with tensors inside.
 
     Args:
-        value: The value.
+        value: The value. Tensors in it may have any size; everything else together up to 4 GiB.
 
     Returns:
         The bytes, and the tensors that travel on their own.
@@ -188,12 +172,12 @@ def encode_typed(value: object) -> Encoded:
     Raises:
         SerializationError: It holds something that msgspec does not know.
     """
-    writer = _Writer(careful=False)
+    writer = Writer(False, _LARGEST)
     try:
         tree = msgspec.msgpack.Encoder(enc_hook=writer.walk).encode(value)
     except (TypeError, ValueError, OverflowError, RecursionError) as exc:
-        raise SerializationError(f"cannot encode {_short(value)}: {exc}") from exc
-    return writer.finish(msgspec.Raw(tree), keep_out=True)
+        raise SerializationError(f"cannot encode {type_name(value)}: {exc}") from exc
+    return _finish(writer.tensors, lambda body: body.extend(tree), keep_out=True)
 
 
 def decode_typed(body: Body, schema: Any) -> Any:
@@ -210,144 +194,32 @@ def decode_typed(body: Body, schema: Any) -> Any:
         SerializationError: What arrived is not of that type.
     """
     try:
-        return msgspec.msgpack.decode(body.tree, type=schema, ext_hook=_Reader(body.tensors).hook)
+        return msgspec.msgpack.decode(body.tree, type=schema, ext_hook=Reader(body.tensors).hook)
     except msgspec.MsgspecError as exc:
         raise SerializationError(f"what arrived is no {schema}: {exc}") from exc
 
 
-@final
-class _Writer:
-    """Replaces what msgpack lacks or would change by extension values, and collects tensors."""
-
-    def __init__(self, careful: bool) -> None:
-        self._careful = careful
-        self._tensors: list[Tensor] = []
-        self._numbers: dict[int, int] = {}
-
-    def walk(self, value: Any) -> object:
-        """``value`` in terms that msgpack keeps as they are."""
-        kind = type(value)
-        if kind in _SCALARS:
-            return self._big_int(value) if self._careful and kind is int else value
-        if kind is list:
-            return value if self._all_plain(value) else [self.walk(item) for item in value]
-        if kind is dict:
-            return self._dict(value)
-        maker = _MAKERS.get(kind)
-        if maker is not None:
-            return maker(self, value)
-        if isinstance(value, Tensor) and kind in (Tensor, torch.nn.Parameter):
-            return self._ext(_Code.TENSOR, self._number(value))
-        if isinstance(value, np.generic) and not isinstance(value, np.object_):
-            return self._ext(_Code.NUMPY_SCALAR, (value.dtype.str, value.tobytes()))
-        raise SerializationError(
-            f"cannot encode {_short(value)}: send plain data, containers, tensors and numpy values, use a channel with a schema, "
-            "or opt in to pickle=True"
-        )
-
-    def finish(self, tree: object, keep_out: bool) -> Encoded:
-        """Put the parts together."""
-        entries: list[tuple[str, list[int], bool, object]] = []
-        buffers: list[Tensor] = []
-        for tensor in self._tensors:
-            flat = dense(tensor)
-            data: object = None
-            if keep_out and flat.nbytes >= _KEEP_OUT_BYTES:
-                buffers.append(flat)
-            else:
-                data = as_bytes(flat.cpu()).numpy().data if flat.numel() else b""
-            entries.append((str(tensor.dtype), list(tensor.shape), tensor.device.type == "cpu", data))
-        return Encoded(_packed((False, entries, tree)), buffers)
-
-    def _ext(self, code: _Code, content: object) -> msgspec.msgpack.Ext:
-        return msgspec.msgpack.Ext(int(code), msgspec.msgpack.encode(content))
-
-    def _all_plain(self, values: Sequence[object]) -> bool:
-        if self._careful:
-            return False
-        kinds = list(map(type, values))
-        is_uniform = bool(kinds) and kinds.count(kinds[0]) == len(kinds)  # much faster than a set of all kinds
-        return kinds[0] in _SCALARS if is_uniform else set(kinds) <= _SCALARS
-
-    def _big_int(self, value: int) -> object:
-        if -(2**63) <= value < 2**64:
-            return value
-        return self._ext(_Code.BIG_INT, format(value, "x"))
-
-    def _dict(self, value: dict[object, object]) -> object:
-        if set(map(type, value)) <= {str}:
-            return value if self._all_plain(tuple(value.values())) else {key: self.walk(item) for key, item in value.items()}
-        return self._ext(_Code.DICT, [[self.walk(key), self.walk(item)] for key, item in value.items()])
-
-    def _number(self, tensor: Tensor) -> int:
-        number = self._numbers.setdefault(id(tensor), len(self._tensors))
-        if number == len(self._tensors):
-            self._tensors.append(tensor)
-        return number
-
-    def _items(self, code: _Code, values: Sequence[object]) -> msgspec.msgpack.Ext:
-        return self._ext(code, values if self._all_plain(values) else [self.walk(item) for item in values])
-
-    def _array(self, value: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> msgspec.msgpack.Ext:
-        if value.dtype.hasobject or value.dtype.names is not None:
-            raise SerializationError(f"cannot encode a numpy array of dtype {value.dtype}; convert it to a plain dtype")
-        return self._ext(_Code.NDARRAY, (value.dtype.str, value.shape, value.tobytes()))
+def _packed(writer: Writer, tree: object, keep_out: bool) -> Encoded:
+    return _finish(writer.tensors, lambda body: _ENCODER.encode_into(tree, body, -1), keep_out)
 
 
-_MAKERS: Final[Mapping[type, Callable[[_Writer, Any], object]]] = MappingProxyType(
-    {
-        tuple: lambda writer, value: writer._items(_Code.TUPLE, value),
-        set: lambda writer, value: writer._items(_Code.SET, list(value)),
-        frozenset: lambda writer, value: writer._items(_Code.FROZENSET, list(value)),
-        complex: lambda writer, value: writer._ext(_Code.COMPLEX, (value.real, value.imag)),
-        bytearray: lambda writer, value: msgspec.msgpack.Ext(int(_Code.BYTEARRAY), bytes(value)),
-        torch.Size: lambda writer, value: writer._ext(_Code.SIZE, list(value)),
-        torch.dtype: lambda writer, value: writer._ext(_Code.DTYPE, str(value)),
-        np.ndarray: lambda writer, value: writer._array(value),
-    }
-)
-
-
-@final
-class _Reader:
-    """Turns extension values back."""
-
-    def __init__(self, tensors: list[Tensor]) -> None:
-        self._tensors = tensors
-
-    def hook(self, code: int, data: memoryview) -> object:
-        """Called by msgspec for every extension value, in document order."""
-        if code == _Code.BYTEARRAY:
-            return bytearray(data)
-        content = msgspec.msgpack.decode(data, ext_hook=self.hook)
-        if code == _Code.TENSOR:
-            return self._tensors[content]
-        return _BUILDERS[_Code(code)](content)
-
-
-_BUILDERS: Final[Mapping[_Code, Callable[[Any], object]]] = MappingProxyType(
-    {
-        _Code.TUPLE: tuple,
-        _Code.DICT: dict,
-        _Code.SET: set,
-        _Code.FROZENSET: frozenset,
-        _Code.COMPLEX: lambda content: complex(*content),
-        _Code.BIG_INT: lambda content: int(content, 16),
-        _Code.SIZE: torch.Size,
-        _Code.DTYPE: dtype_named,
-        _Code.NDARRAY: lambda content: np.frombuffer(content[2], dtype=content[0]).reshape(content[1]).copy(),
-        _Code.NUMPY_SCALAR: lambda content: np.frombuffer(content[1], dtype=content[0])[0],
-    }
-)
-
-
-def _packed(parts: tuple[bool, list[tuple[str, list[int], bool, object]], object]) -> bytearray:
-    body = bytearray()
-    msgspec.msgpack.Encoder().encode_into(parts, body)
-    return body
-
-
-def _short(value: object) -> str:
-    """Name the type; its ``repr`` is not called, since it may raise."""
-    kind = type(value)
-    return f"an object of type {kind.__module__}.{kind.__qualname__}"
+def _finish(tensors: list[Tensor], write_tree: Callable[[bytearray], object], keep_out: bool, pickled: bool = False) -> Encoded:
+    """Put the parts together."""
+    entries: list[tuple[str, list[int], bool, bool]] = []
+    inside: list[Tensor] = []
+    buffers: list[Tensor] = []
+    for tensor in tensors:
+        flat = dense(tensor)
+        is_inside = not keep_out or flat.nbytes < _KEEP_OUT_BYTES
+        (inside if is_inside else buffers).append(flat)
+        entries.append((str(tensor.dtype), list(tensor.shape), tensor.device.type == "cpu", is_inside))
+    body = bytearray(_HEAD.size)
+    if entries:
+        _ENCODER.encode_into(entries, body, _HEAD.size)
+    start = len(body)
+    write_tree(body)
+    _HEAD.pack_into(body, 0, pickled, start - _HEAD.size, len(body) - start)
+    for flat in inside:
+        if flat.numel():
+            body += as_bytes(flat.cpu()).numpy().data
+    return Encoded(body, buffers)

@@ -11,11 +11,10 @@ import msgspec
 import torch
 from torch import Tensor
 
-from parallel_runtime.comm.codec import dtype_named
 from parallel_runtime.comm.core import GroupCore
 from parallel_runtime.comm.frames import Content, Kind, blank_frame, pack_frame, read_frame
 from parallel_runtime.comm.outbox import Clock, Outbox, Sending
-from parallel_runtime.comm.tensors import check_writable, dense, movable, same_storage
+from parallel_runtime.comm.tensors import check_writable, dense, dtype_named, movable, same_storage
 from parallel_runtime.comm.traffic import LANES
 from parallel_runtime.errors import ArgumentError, CollectiveMismatchError, PeerError, PeerLostError
 

@@ -15,6 +15,7 @@ __all__ = [
     "check_strided",
     "check_writable",
     "dense",
+    "dtype_named",
     "fold",
     "movable",
     "normal_dim",
@@ -46,6 +47,18 @@ class Reduction(NamedTuple):
         if self.view is None:
             return tensor
         return tensor.view(torch.uint8) if self.view == "bytes" else torch.view_as_real(tensor)
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """The dtype called ``name``, like ``"torch.float32"``.
+
+    Raises:
+        ValueError: There is none.
+    """
+    dtype = getattr(torch, name.removeprefix("torch."), None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"unknown dtype {name}")
+    return dtype
 
 
 def reduction(dtype: torch.dtype, op: ReduceOp | str, operation: str) -> Reduction:

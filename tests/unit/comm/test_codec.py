@@ -10,7 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parallel_runtime.comm.codec import decode, decode_typed, dtype_named, encode, encode_typed, open_body
+from parallel_runtime.comm.codec import decode, decode_typed, encode, encode_typed, open_body
+from parallel_runtime.comm.tensors import dtype_named
 from parallel_runtime.errors import SerializationError
 
 CPU = torch.device("cpu")
@@ -33,8 +34,12 @@ VALUES: st.SearchStrategy[Any] = st.recursive(
 
 def there_and_back(value: object, *, keep_out: bool = True) -> Any:
     encoded = encode(value, keep_out=keep_out)
-    body = open_body(encoded.body, CPU)
-    for target, source in zip(body.buffers, encoded.buffers, strict=True):
+    return there_and_back_of(encoded.body, encoded.buffers)
+
+
+def there_and_back_of(encoded: bytearray, buffers: list[torch.Tensor]) -> Any:
+    body = open_body(encoded, CPU)
+    for target, source in zip(body.buffers, buffers, strict=True):
         target.copy_(source)
     return decode(body)
 
@@ -124,16 +129,46 @@ def test_pickle_only_where_both_ends_ask() -> None:
 
 
 def test_damage_is_told() -> None:
-    with pytest.raises(SerializationError, match="arrived damaged"):
-        open_body(bytearray(b"\xc1 no message"), CPU)
-    unknown = bytearray(msgspec.msgpack.encode((False, [("torch.nothing", [1], True, b"x")], None)))
+    whole = encode({"x": torch.ones(3), "y": 1}).body
+    for damaged in (bytearray(b"\xc1 no"), bytearray(b"\xc1 no message at all"), whole[:-1], whole[:30], b"\x05" + whole[1:]):
+        with pytest.raises(SerializationError, match="arrived damaged"):
+            open_body(damaged, CPU)
+    unknown = bytearray(whole.replace(b"torch.float32", b"torch.nothing"))
     with pytest.raises(SerializationError, match=r"unknown dtype torch\.nothing"):
         open_body(unknown, CPU)
     with pytest.raises(ValueError, match="unknown dtype ones"):
         dtype_named("ones")
-    wrong = bytearray(msgspec.msgpack.encode((False, [], msgspec.msgpack.Ext(99, b"\x01"))))
+    wrong = bytearray(encode([1, 2, 3]).body)
+    wrong[-4:] = msgspec.msgpack.encode(msgspec.msgpack.Ext(99, b"\x01\x02"))
     with pytest.raises(SerializationError, match="cannot build the object that arrived"):
         decode(open_body(wrong, CPU))
+
+
+@given(VALUES, st.integers(0, 40))
+def test_pieces_too_big_for_msgpack_go_beside_it(value: Any, largest: int) -> None:
+    encoded = encode(value, largest=largest)
+    assert typed(decode(open_body(encoded.body, CPU))) == typed(value)
+
+
+def test_what_is_beside_is_moved_like_a_tensor() -> None:
+    value: dict[Any, Any] = {
+        "bytes": b"12" * 50_000,
+        "text": "\u00e9" * 50_000,
+        "items": (b"ab" * 40_000, bytearray(100_000), 2**70),
+        "array": np.arange(20_000),
+        ("k",): "v",
+    }
+    encoded = encode(value, largest=1000)
+    assert len(encoded.buffers) == 5
+    assert len(encoded.body) < 3000
+    got = there_and_back_of(encoded.body, encoded.buffers)
+    assert typed(got["items"]) == typed(value["items"])
+    assert (got["bytes"], got["text"], list(got)) == (value["bytes"], value["text"], list(value))
+    assert np.array_equal(got["array"], value["array"])
+    got["array"][0] = 7  # its own memory, which can be written
+    pickled = encode(value, pickle=True, largest=1000)
+    restored: Any = decode(open_body(pickled.body, CPU), pickle=True)
+    assert restored["bytes"] == value["bytes"]
 
 
 class Job(msgspec.Struct):
