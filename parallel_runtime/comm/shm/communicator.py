@@ -24,11 +24,7 @@ from parallel_runtime.errors import ArgumentError, ContextStateError, PeerError,
 
 __all__ = ["ShmCommunicator"]
 
-"""What ``broadcast_bytes`` takes and gives."""
-
 _MAX_PLANS: Final = 512
-_SPINS: Final = 300
-_SPINS_CROWDED: Final = 2
 _PAGE: Final = 4096
 _REDUCTIONS: Final = frozenset((Operation.ALL_REDUCE, Operation.REDUCE_SCATTER, Operation.REDUCE))
 
@@ -75,8 +71,7 @@ class ShmCommunicator(Communicator):
         liveness = Liveness(memoryview(memory).cast("q"), geometry, segment.pids, rank_in_group)
         shares_process = segment.pids.count(os.getpid()) > 1
         is_crowded = shares_process or segment.num_cores < self.world_size
-        spins = _SPINS_CROWDED if is_crowded else _SPINS
-        waiter = Waiter(bells, liveness, spins=spins, shares_process=shares_process, errands=errands)
+        waiter = Waiter(bells, liveness, is_crowded=is_crowded, shares_process=shares_process, errands=errands)
         waiter.traffic = self.traffic
         self._waiter = waiter
         self._steps = steps = Steps(memory, geometry, rank_in_group, waiter, bells)

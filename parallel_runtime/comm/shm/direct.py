@@ -39,6 +39,7 @@ _CHUNK_BYTES: Final = 128 << 10
 _SCRATCH_BYTES: Final = 512 << 10
 _LEAST_CHUNK_BYTES: Final = 16 << 10
 _PAIR: Final = struct.Struct("=qq")
+_OFFER: Final = struct.Struct("=qqq")  # whether memory of this member can be read, address, bytes
 
 
 def address_of(memory: memoryview) -> int:
@@ -109,7 +110,7 @@ class RemoteMemory:
             ended = f"the process of member {member} ended" if exc.errno == errno.ESRCH else None
             why = ended or self._liveness.why_gone(member) or f"member {member} does not let its memory be read"
             raise PeerLostError(f"waited for member {member}: {why}: {exc}") from exc
-        if gone := self._liveness.why_gone(member):
+        if self._liveness.is_out(member) and (gone := self._liveness.why_gone(member)):
             raise PeerLostError(f"while its memory was read, {gone}")
 
 
@@ -183,44 +184,43 @@ class DirectPlan(Plan):
 
     Attributes:
         ordinary: Run instead where one member's memory is none that others can read.
-        is_readable: Whether this member's is.
     """
 
     def __init__(self, text: str, remote: RemoteMemory, world_size: int, offers: Sequence[Offer]) -> None:
         super().__init__(f"{text}, read in place")
         self.ordinary: Plan | None = None
-        self.is_readable = True
         self._remote = remote
-        told = bytearray(_PAIR.size * world_size)
+        self._told = memoryview(bytearray(_OFFER.size * world_size))
+        for member in range(world_size):
+            _OFFER.pack_into(self._told, _OFFER.size * member, 1, 0, 0)
         for offer in offers:
-            _PAIR.pack_into(told, _PAIR.size * offer.member, address_of(offer.memory), len(offer.memory))
-        self._told = bytes(told)
+            _OFFER.pack_into(self._told, _OFFER.size * offer.member, 1, address_of(offer.memory), len(offer.memory))
+        self._views: list[memoryview] = []
+
+    def refuse(self) -> None:
+        """Tell every member that memory of this one cannot be read."""
+        for at in range(0, len(self._told), _OFFER.size):
+            _OFFER.pack_into(self._told, at, 0, 0, 0)
 
     def run(self, steps: Steps, timeout_s: float) -> None:
         """A step to tell addresses, the work, a step to end."""
-        steps.begin(timeout_s)
-        self.go_on(steps, timeout_s)
-
-    def go_on(self, steps: Steps, timeout_s: float) -> None:
-        """``run`` as a part of an operation that has begun."""
-        slot = steps.free_slot()
-        steps.slots[steps.rank_in_group][slot][: len(self._told)] = self._told
-        steps.put_header(slot, self.is_readable)
-        self._meet(steps)
-        if self.ordinary is not None and not all(steps.header(member, slot) for member in range(steps.world_size)):
-            self.ordinary.run(steps, timeout_s)
-            return
-        at = _PAIR.size * steps.rank_in_group
-        self.work(steps, [_PAIR.unpack_from(slots[slot], at) for slots in steps.slots])
-        self._meet(steps)
-
-    def _meet(self, steps: Steps) -> None:
+        rank = steps.rank_in_group
+        if not self._views:
+            self._views = [slot[: len(self._told)] for slot in steps.slots[rank]]
+        slot = steps.exchange(self._told, self._views, self.print, self.text, timeout_s)
+        at = _OFFER.size * rank
+        offered = [_OFFER.unpack_from(slots[slot], at) for slots in steps.slots]
+        for is_readable, _, _ in offered:
+            if not is_readable and self.ordinary is not None:
+                self.ordinary.run(steps, timeout_s)
+                return
+        self.work(offered)
         steps.announce(self.print)
         steps.collect(steps.peers, steps.sequence, self.print, self.text)
 
     @abstractmethod
-    def work(self, steps: Steps, offered: Sequence[tuple[int, int]]) -> None:
-        """Everything this member reads; ``offered`` to it, by each member, are an address and a number of bytes."""
+    def work(self, offered: Sequence[tuple[int, ...]]) -> None:
+        """Everything this member reads; ``offered`` to it, by each member: 1, an address, a number of bytes."""
 
 
 @final
@@ -242,9 +242,9 @@ class DirectMove(DirectPlan):
             if fetch.source is None and fetch.memory
         ]
 
-    def work(self, steps: Steps, offered: Sequence[tuple[int, int]]) -> None:
+    def work(self, offered: Sequence[tuple[int, ...]]) -> None:
         for member, target, nbytes in self._fetches:
-            source, there = offered[member]
+            _, source, there = offered[member]
             if there != nbytes:
                 raise CollectiveMismatchError(f"member {member} has {there} bytes where {nbytes} were to be received")
             self._remote.read(member, source, target, nbytes)
@@ -264,7 +264,7 @@ class DirectWhenLarge(Plan):
     def run(self, steps: Steps, timeout_s: float) -> None:
         """One step that tells how much there is; the rest where that was not all."""
         if not self._small.run_first(steps, timeout_s):
-            self._large.go_on(steps, timeout_s)
+            self._large.run(steps, timeout_s)
 
 
 @final
@@ -276,19 +276,20 @@ class DirectReduceScatter(DirectPlan):
     ) -> None:
         super().__init__(text, remote, steps.world_size, [Offer(peer, rows[peer]) for peer in steps.peers])
         self._reducer = reducer
-        self._own = rows[steps.rank_in_group]
+        self._rank = steps.rank_in_group
+        self._own = rows[self._rank]
         self._out = out
         share = _SCRATCH_BYTES // steps.world_size // _ALIGNMENT * _ALIGNMENT
         self._chunk_bytes = max(_LEAST_CHUNK_BYTES, min(_CHUNK_BYTES, share))
         self._scratch = [memoryview(bytearray(self._chunk_bytes)) for _ in range(steps.world_size)]
         self._targets = [(peer, address_of(self._scratch[peer])) for peer in steps.peers]
 
-    def work(self, steps: Steps, offered: Sequence[tuple[int, int]]) -> None:
+    def work(self, offered: Sequence[tuple[int, ...]]) -> None:
         vector = self._reducer.vector
         for start in range(0, len(self._own), self._chunk_bytes):
             own, out = self._own[start : start + self._chunk_bytes], self._out[start : start + self._chunk_bytes]
             for peer, target in self._targets:
-                self._remote.read(peer, offered[peer][0] + start, target, len(own))
+                self._remote.read(peer, offered[peer][1] + start, target, len(own))
             parts = [memory[: len(own)] for memory in self._scratch]
-            parts[steps.rank_in_group] = own
+            parts[self._rank] = own
             self._reducer.combine([vector(part) for part in parts], vector(out))

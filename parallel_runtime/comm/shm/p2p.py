@@ -9,7 +9,6 @@ of collectives; nothing moves in between, there is no thread behind it.
 
 import mmap
 import threading
-from collections import deque
 from collections.abc import Callable
 from typing import Final, final
 
@@ -19,269 +18,15 @@ from parallel_runtime.comm.communicator import Work
 from parallel_runtime.comm.shm.direct import RemoteMemory, address_of
 from parallel_runtime.comm.shm.geometry import Geometry
 from parallel_runtime.comm.shm.memory import view_bytes
+from parallel_runtime.comm.shm.messages import Incoming, MessageWork, Outgoing, SentWork
 from parallel_runtime.comm.shm.ring import RingEnd
 from parallel_runtime.comm.shm.waiting import Bells, Waiter
-from parallel_runtime.errors import CollectiveMismatchError, PeerError
+from parallel_runtime.errors import PeerError
 
-__all__ = ["Mailbox", "MessageWork"]
+__all__ = ["Mailbox"]
 
-_TRIES: Final = 40
+_MAX_VIEWS: Final = 512
 _DIRECT_BYTES: Final = 256 << 10
-
-
-@final
-class MessageWork(Work):
-    """One send or receive.
-
-    Attributes:
-        memory: The bytes of its tensor.
-        peer: The other side.
-        tag: Its tag.
-        is_send: Whether it sends.
-        is_open: Whether it is still under way.
-        address: Where the receiver may read it, or 0.
-    """
-
-    __slots__ = ("_error", "_mailbox", "_tensor", "address", "is_open", "is_send", "memory", "peer", "tag")
-
-    def __init__(self, mailbox: "Mailbox", tensor: Tensor, peer: int, tag: int, *, is_send: bool) -> None:
-        self.memory = view_bytes(tensor)
-        self.peer = peer
-        self.tag = tag
-        self.is_send = is_send
-        self.is_open = True
-        self.address = 0
-        self._mailbox: Mailbox | None = mailbox
-        self._tensor: Tensor | None = tensor
-        self._error: Exception | None = None
-
-    def finish(self, error: Exception | None = None) -> None:
-        """It is done, or failed with ``error``; once."""
-        if self._mailbox is not None:
-            self.is_open = False
-            self._mailbox.forget()
-            self._error = error
-            self._mailbox = self._tensor = None
-
-    def is_done(self) -> bool:
-        """Whether ``wait`` would return at once."""
-        if self._mailbox is not None:
-            self._mailbox.progress()
-        return not self.is_open
-
-    def wait(self, timeout_s: float) -> None:
-        """Wait until the tensor may be used again (send) or is filled (receive).
-
-        Args:
-            timeout_s: Seconds.
-
-        Raises:
-            PeerTimeoutError: The peer did not take part in time.
-            PeerLostError: The peer is gone.
-            CollectiveMismatchError: The message that came has another size.
-            ContextStateError: The communicator was closed before it was done.
-        """
-        if self._mailbox is not None:
-            self._mailbox.wait(self, timeout_s)
-        if self._error is not None:
-            raise self._error
-
-
-@final
-class _Message:
-    """One message on its way in: straight into its receive, or kept until there is one."""
-
-    __slots__ = ("filled", "memory", "nbytes", "tag", "work")
-
-    def __init__(self, tag: int, nbytes: int, work: MessageWork | None) -> None:
-        self.tag = tag
-        self.nbytes = nbytes
-        self.work = work
-        fits = work is not None and len(work.memory) == nbytes
-        self.memory = work.memory if fits and work is not None else memoryview(bytearray(nbytes))
-        self.filled = 0
-
-    def deliver(self, src: int) -> None:
-        """All bytes are here, and so is the receive."""
-        work = self.work
-        assert work is not None
-        if len(work.memory) != self.nbytes:
-            text = f"member {src} sent {self.nbytes} bytes with tag {self.tag} where {len(work.memory)} were to be received"
-            work.finish(CollectiveMismatchError(text))
-            return
-        if self.memory is not work.memory:
-            work.memory[:] = self.memory
-        work.finish()
-
-
-@final
-class _Outgoing:
-    """Sends to one peer, in order."""
-
-    def __init__(self, ring: RingEnd) -> None:
-        self.queue: deque[MessageWork] = deque()
-        self._ring = ring
-        self._sent = -1
-        self._offered: deque[tuple[int, MessageWork]] = deque()
-
-    def is_idle(self) -> bool:
-        """Whether nothing is under way."""
-        return not self.queue and not self._offered
-
-    def fail(self, error: Exception) -> None:
-        """Nothing more is sent."""
-        while self.queue:
-            self.queue.popleft().finish(error)
-        while self._offered:
-            self._offered.popleft()[1].finish(error)
-
-    def withdraw(self, work: MessageWork) -> bool:
-        """Forget ``work``; ``False`` where its first bytes are under way already."""
-        if work not in self.queue:
-            return False
-        if self._sent >= 0 and self.queue[0] is work:
-            return False
-        self.queue.remove(work)
-        return True
-
-    def progress(self) -> bool:
-        """Write what there is room for; whether anything went."""
-        moved = False
-        ring = self._ring
-        while self._offered and ring.consumed() >= self._offered[0][0]:
-            self._offered.popleft()[1].finish()
-            moved = True
-        while self.queue:
-            work = self.queue[0]
-            if self._sent < 0:
-                if not ring.write_header(work.tag, len(work.memory), work.address):
-                    break
-                moved = True
-                if work.address:
-                    self._offered.append((ring.position, self.queue.popleft()))
-                    ring.announce()
-                    continue
-                self._sent = 0
-            nbytes = ring.write(work.memory[self._sent :])
-            self._sent += nbytes
-            is_whole = self._sent == len(work.memory)
-            if is_whole:
-                ring.align()
-            ring.announce()
-            if is_whole:
-                self.queue.popleft().finish()
-                self._sent = -1
-            elif nbytes:
-                moved = True
-            else:
-                break
-        return moved
-
-
-@final
-class _Incoming:
-    """What comes from one peer: receives that wait for messages, and messages that wait for receives."""
-
-    def __init__(self, ring: RingEnd, src: int) -> None:
-        self.remote: RemoteMemory | None = None
-        self._is_over = False
-        self.posted: dict[int, deque[MessageWork]] = {}
-        self._kept: dict[int, deque[_Message]] = {}
-        self._current: _Message | None = None
-        self._ring = ring
-        self._src = src
-
-    def post(self, work: MessageWork) -> None:
-        """Match ``work`` with the oldest message of its tag that is here, or let it wait for one."""
-        kept = self._kept.get(work.tag)
-        if not kept:
-            self.posted.setdefault(work.tag, deque()).append(work)
-            return
-        message = kept.popleft()
-        if not kept:
-            del self._kept[work.tag]
-        message.work = work
-        if message.filled == message.nbytes:
-            message.deliver(self._src)
-
-    def withdraw(self, work: MessageWork) -> bool:
-        """Forget ``work``; ``False`` where its first bytes are here already."""
-        works = self.posted.get(work.tag)
-        if works is None or work not in works:
-            return False
-        works.remove(work)
-        if not works:
-            del self.posted[work.tag]
-        return True
-
-    def fail(self, error: Exception) -> None:
-        """Nothing more is delivered."""
-        while self.posted:
-            _, works = self.posted.popitem()
-            for work in works:
-                work.finish(error)
-        if self._current is not None and self._current.work is not None:
-            self._current.work.finish(error)
-        self._current = None
-        self._kept.clear()
-
-    def progress(self) -> bool:
-        """Read what is here; whether anything came."""
-        moved = False
-        ring = self._ring
-        while not self._is_over:
-            message = self._current
-            if message is None:
-                header = ring.read_header()
-                if header is None:
-                    return moved
-                tag, nbytes, address = header
-                message = self._current = self._begin(tag, nbytes)
-                moved = True
-                if address and not self._fetch_message(message, address):
-                    return moved
-            nbytes = ring.read(message.memory[message.filled :])
-            message.filled += nbytes
-            if message.filled == message.nbytes:
-                ring.align()
-                self._current = None
-            ring.announce()
-            if self._current is None:
-                if message.work is not None:
-                    message.deliver(self._src)
-            elif nbytes:
-                moved = True
-            else:
-                return moved
-        return moved
-
-    def _fetch_message(self, message: _Message, address: int) -> bool:
-        """Copy a message that the sender offers; ``False`` where it is gone, and nothing follows."""
-        try:
-            assert self.remote is not None  # nobody offers anything otherwise
-            self.remote.read(self._src, address, address_of(message.memory), message.nbytes)
-        except PeerError as exc:
-            self._current = None
-            self._is_over = True
-            if message.work is not None:
-                message.work.finish(exc)
-            else:
-                self._kept[message.tag].remove(message)
-            return False
-        message.filled = message.nbytes
-        return True
-
-    def _begin(self, tag: int, nbytes: int) -> _Message:
-        """The message that comes next: for the oldest receive with its tag, or kept."""
-        works = self.posted.get(tag)
-        if not works:
-            message = _Message(tag, nbytes, None)
-            self._kept.setdefault(tag, deque()).append(message)
-            return message
-        message = _Message(tag, nbytes, works.popleft())
-        if not works:
-            del self.posted[tag]
-        return message
 
 
 @final
@@ -303,14 +48,16 @@ class Mailbox:
         self.on_break: Callable[[BaseException], None] | None = None
         self._is_direct = False
         peers = [peer for peer in range(geometry.world_size) if peer != rank_in_group]
-        self._outgoing = {peer: _Outgoing(_open_ring(memory, geometry, rank_in_group, peer, is_writer=True)) for peer in peers}
+        self._outgoing = {peer: Outgoing(_open_ring(memory, geometry, rank_in_group, peer, is_writer=True)) for peer in peers}
         self._incoming = {
-            peer: _Incoming(_open_ring(memory, geometry, peer, rank_in_group, is_writer=False), peer) for peer in peers
+            peer: Incoming(_open_ring(memory, geometry, peer, rank_in_group, is_writer=False), peer) for peer in peers
         }
         self._waiter = waiter
         self._bells = bells
         self._lock = threading.Lock()
         self._num_open = 0
+        self._sent = SentWork()
+        self._views: dict[tuple[int, int], memoryview] = {}
 
     def read_from(self, remote: RemoteMemory) -> None:
         """Let large messages be read where they lie; agreed by all members, before any message."""
@@ -318,22 +65,27 @@ class Mailbox:
         for incoming in self._incoming.values():
             incoming.remote = remote
 
-    def isend(self, tensor: Tensor, dst: int, tag: int) -> MessageWork:
+    def isend(self, tensor: Tensor, dst: int, tag: int) -> Work:
         """Start sending ``tensor``; it is kept alive and must not change until the work is done."""
-        work = MessageWork(self, tensor, dst, tag, is_send=True)
-        if self._is_direct and len(work.memory) >= _DIRECT_BYTES and not tensor.is_pinned():
-            work.address = address_of(work.memory)
-        outgoing = self._outgoing[dst]
+        memory, outgoing = self._view(tensor), self._outgoing[dst]
+        address = 0
+        if len(memory) >= _DIRECT_BYTES and self._is_direct and not tensor.is_pinned():
+            address = address_of(memory)
         with self._lock:
+            if not address and outgoing.write_whole(tag, memory):
+                self._ring()
+                return self._sent
+            work = MessageWork(self, memory, tensor, dst, tag, is_send=True)
+            work.address = address
             self._remember()
             outgoing.queue.append(work)
             if outgoing.progress():
                 self._ring()
         return work
 
-    def irecv(self, tensor: Tensor, src: int, tag: int) -> MessageWork:
+    def irecv(self, tensor: Tensor, src: int, tag: int) -> Work:
         """Start filling ``tensor``; it is kept alive until the work is done."""
-        work = MessageWork(self, tensor, src, tag, is_send=False)
+        work = MessageWork(self, self._view(tensor), tensor, src, tag, is_send=False)
         with self._lock:
             self._remember()
             self._incoming[src].post(work)
@@ -372,10 +124,10 @@ class Mailbox:
     def wait(self, work: MessageWork, timeout_s: float) -> None:
         """Move everything on until ``work`` is done; an error of the wait becomes the work's own."""
         end = self._outgoing[work.peer] if work.is_send else self._incoming[work.peer]
-        for _ in range(_TRIES):
-            if not work.is_open:
-                return
+        if work.is_open:
             self._move(end)
+        if not work.is_open:
+            return
         self._waiter.deadline = None
         try:
             self._waiter.until(lambda: not work.is_open or (self._move(end) and not work.is_open), timeout_s, lambda: [work.peer])
@@ -396,7 +148,17 @@ class Mailbox:
         if not self._num_open:
             self._waiter.errands.discard(self)
 
-    def _move(self, end: _Outgoing | _Incoming) -> bool:
+    def _view(self, tensor: Tensor) -> memoryview:
+        """``view_bytes``, remembered: messages often come from the same places."""
+        key = (tensor.data_ptr(), tensor.nbytes)
+        view = self._views.get(key)
+        if view is None:
+            if len(self._views) >= _MAX_VIEWS:
+                self._views.clear()
+            view = self._views[key] = view_bytes(tensor)
+        return view
+
+    def _move(self, end: Outgoing | Incoming) -> bool:
         """Move on one end, or all of them where more than one work is under way."""
         with self._lock:
             if self._num_open > 1:

@@ -243,7 +243,8 @@ class Planner:
 def _unless_pinned(direct: DirectPlan, ordinary: Plan, sources: Sequence[Tensor]) -> Plan:
     """Memory that belongs to a device driver cannot be read from another process; no member knows what the others pass."""
     direct.ordinary = ordinary
-    direct.is_readable = not any(tensor.is_pinned() for tensor in sources)
+    if any(tensor.is_pinned() for tensor in sources):
+        direct.refuse()
     return direct
 
 

@@ -180,6 +180,7 @@ class _TorchAccumulated(Reducer):
         self._dtype = dtype
         self._divisor = divisor
         self._scratch = torch.empty(2, _BLOCK)
+        self._views = tuple(self._scratch)  # of the length that came last
 
     def vector(self, memory: memoryview) -> Vector:
         return torch.frombuffer(memory, dtype=self._dtype)
@@ -194,7 +195,9 @@ class _TorchAccumulated(Reducer):
             self._combine([vector[start:stop] for vector in vectors], result[start:stop])
 
     def _combine(self, vectors: Sequence[Tensor], result: Tensor) -> None:
-        total, term = self._scratch if len(result) == _BLOCK else self._scratch[:, : len(result)]
+        if len(self._views[0]) != len(result):
+            self._views = tuple(self._scratch[:, : len(result)])
+        total, term = self._views
         total.copy_(vectors[0])
         for vector in vectors[1:]:
             term.copy_(vector)

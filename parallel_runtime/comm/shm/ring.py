@@ -84,6 +84,50 @@ class RingEnd:
         self._position += _LINE_BYTES
         return tag, nbytes, address
 
+    def write_whole(self, tag: int, source: memoryview) -> bool:
+        """Write a message, its line in front, and announce it.
+
+        Args:
+            tag: Of the message.
+            source: All of it.
+
+        Returns:
+            Whether there was room for all of it in one piece; nothing is written otherwise.
+        """
+        start = self._position & self._mask
+        stop = start + _LINE_BYTES + len(source)
+        if stop > self._mask + 1 or stop - start > self.room():
+            return False
+        if self._lock is not None:
+            full_fence(self._lock)
+        _HEADER.pack_into(self._memory, start, tag, len(source), 0)
+        self._memory[start + _LINE_BYTES : stop] = source
+        self._position += stop - start
+        self.align()
+        self.announce()
+        return True
+
+    def read_whole(self, target: memoryview) -> bool:
+        """Copy out the message whose line was read, and let the other end see that.
+
+        Args:
+            target: Of its size.
+
+        Returns:
+            Whether all of it was here in one piece; nothing is read otherwise.
+        """
+        start = self._position & self._mask
+        stop = start + len(target)
+        if stop > self._mask + 1 or stop - start > self.room():
+            return False
+        if self._lock is not None:
+            full_fence(self._lock)
+        target[:] = self._memory[start:stop]
+        self._position += stop - start
+        self.align()
+        self.announce()
+        return True
+
     def write(self, source: memoryview) -> int:
         """Copy the next piece of ``source`` in, unannounced.
 
@@ -114,7 +158,7 @@ class RingEnd:
 
     def align(self) -> None:
         """Go on to the next cache line. Both ends do so at the same places."""
-        self._position = -(-self._position // _LINE_BYTES) * _LINE_BYTES
+        self._position = (self._position + _LINE_BYTES - 1) & -_LINE_BYTES
 
     def announce(self) -> None:
         """Let the other end see what was copied."""

@@ -32,6 +32,8 @@ _FUTEX_WAIT: Final = 0
 _FUTEX_WAKE: Final = 1
 _MEMBARRIER_GLOBAL_EXPEDITED: Final = 2
 _MEMBARRIER_REGISTER_GLOBAL_EXPEDITED: Final = 4
+_LOOKS: Final = 300
+_LOOKS_CROWDED: Final = 20
 _YIELD_S: Final = 0.001
 _ERRAND_SLEEP_S: Final = 0.001
 _FENCED_SLEEP_S: Final = 0.02
@@ -160,6 +162,12 @@ class Liveness:
         if self._words[self._mine] == _IN_USE:
             self._words[self._mine] = _GAVE_UP if gave_up else _LEFT
 
+    def is_out(self, peer: int) -> bool:
+        """Whether ``peer`` said that it takes part no longer; after what was read of its memory before."""
+        if self._lock is not None:
+            full_fence(self._lock)
+        return bool(self._words[self._states[peer]] != _IN_USE)
+
     def why_gone(self, peer: int) -> str | None:
         """Why ``peer`` will never come, or ``None`` as far as anybody knows."""
         state = self._words[self._states[peer]]
@@ -218,15 +226,19 @@ class Waiter:
         deadline: When the operation under way gives up; ``None`` until it has to wait for the first time.
         errands: What else to move on while waiting.
         traffic: Of the communicator, whose diagnostician may end a wait.
+        hand_over: Gives the core, or the interpreter, to whoever wants it.
+        looks: How often to look without a clock; the core is handed over in between where ``is_crowded``.
+        is_crowded: Whether members share cores.
     """
 
     def __init__(
-        self, bells: Bells, liveness: Liveness, *, spins: int, shares_process: bool, errands: Errands | None = None
+        self, bells: Bells, liveness: Liveness, *, is_crowded: bool, shares_process: bool, errands: Errands | None = None
     ) -> None:
         self._bells = bells
         self._liveness = liveness
-        self._spins = spins
-        self._yield: Callable[[], None] = _release_interpreter if shares_process else os.sched_yield
+        self.is_crowded = is_crowded
+        self.looks = _LOOKS_CROWDED if is_crowded else _LOOKS
+        self.hand_over: Callable[[], None] = _release_interpreter if shares_process else os.sched_yield
         self.deadline: float | None = None
         self.errands = Errands() if errands is None else errands
         self.traffic: Traffic | None = None
@@ -244,15 +256,14 @@ class Waiter:
             PeerLostError: One of ``missing`` is gone.
             PeerError: As the diagnostician says.
         """
-        for _ in range(self._spins):
-            if ready():
-                return
+        if self._look(ready):
+            return
         start = monotonic()
         if self.deadline is None:
             self.deadline = start + timeout_s
         limit = min(start + _YIELD_S, self.deadline)
         while monotonic() < limit:
-            self._yield()
+            self.hand_over()
             if ready():
                 return
             if self.errands:
@@ -268,6 +279,14 @@ class Waiter:
             if (still_s := monotonic() - asleep_at) > _SUSPICIOUS_S:
                 self.deadline += still_s  # stopped itself, so nobody else is late
             self._judge(ready, timeout_s, missing)
+
+    def _look(self, ready: Callable[[], bool]) -> bool:
+        for _ in range(self.looks):
+            if ready():
+                return True
+            if self.is_crowded:
+                self.hand_over()
+        return False
 
     def _judge(self, ready: Callable[[], bool], timeout_s: float, missing: Callable[[], list[int]]) -> None:
         """Nothing came for a while: raise where nothing will come."""
