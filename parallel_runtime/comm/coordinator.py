@@ -12,6 +12,7 @@ from parallel_runtime.comm.channel import Channel
 from parallel_runtime.comm.collectives import Collectives
 from parallel_runtime.comm.communicator import Communicator, ReduceOp
 from parallel_runtime.comm.core import GroupCore
+from parallel_runtime.comm.diagnosis import Diagnostician
 from parallel_runtime.comm.dicts import TensorDicts
 from parallel_runtime.comm.fake import FakeCommunicator
 from parallel_runtime.comm.groups import GroupSpec, GroupTimeouts
@@ -31,7 +32,11 @@ _logger = logging.getLogger(__name__)
 
 
 def open_coordinator(
-    spec: GroupSpec, communicator: Communicator | None = None, *, control: Communicator | None = None
+    spec: GroupSpec,
+    communicator: Communicator | None = None,
+    *,
+    control: Communicator | None = None,
+    diagnostician: Diagnostician | None = None,
 ) -> "GroupCoordinator":
     """Open a group over communicators that exist already.
 
@@ -40,6 +45,7 @@ def open_coordinator(
         communicator: Moves its tensors; ``None`` for a group of one. Aliases of one group may share it: they then share its lock
             and its sequence, and the last of them to close closes it.
         control: Moves messages between CPUs; ``communicator`` itself by default.
+        diagnostician: Ends the group's waits that are in vain, and explains its errors. Aliases may have different ones.
 
     Returns:
         The open group.
@@ -57,7 +63,7 @@ def open_coordinator(
                 f"group {spec.name}: this is member {spec.rank_in_group} of {len(spec.ranks)}, its {part.kind} communicator "
                 f"is member {part.rank_in_group} of {part.world_size}"
             )
-    return GroupCoordinator._open(GroupCore(spec, communicator, control or communicator))
+    return GroupCoordinator._open(GroupCore(spec, communicator, control or communicator, diagnostician))
 
 
 @final

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from parallel_runtime.comm.communicator import Communicator
-from parallel_runtime.comm.diagnosis import Failure, different_operations, odd_members
+from parallel_runtime.comm.diagnosis import Diagnostician, Failure, different_operations, odd_members
 from parallel_runtime.comm.groups import GroupSpec, check_seconds
 from parallel_runtime.comm.recorder import Entry, describe
 from parallel_runtime.errors import ArgumentError, CollectiveMismatchError, ContextStateError, GroupBusyError, PeerError
@@ -30,16 +30,39 @@ class GroupCore:
         communicator: Moves tensors.
         control: Moves messages between CPUs; the same object where the group lives on CPU.
         traffic: Lock, sequence and recorder, shared by the aliases of the group.
+        diagnostician: Knows why the members of this alias do not come; ``None`` where nobody does.
     """
 
-    __slots__ = ("checked", "collective_s", "communicator", "control", "is_cpu", "is_open", "name", "p2p_s", "spec", "traffic")
+    __slots__ = (
+        "checked",
+        "collective_s",
+        "communicator",
+        "control",
+        "diagnostician",
+        "is_cpu",
+        "is_open",
+        "name",
+        "p2p_s",
+        "spec",
+        "traffic",
+    )
 
-    def __init__(self, spec: GroupSpec, communicator: Communicator, control: Communicator) -> None:
+    def __init__(
+        self,
+        spec: GroupSpec,
+        communicator: Communicator,
+        control: Communicator,
+        diagnostician: Diagnostician | None = None,
+    ) -> None:
         self.spec = spec
+        self.diagnostician = diagnostician
         self.name = spec.name
         self.communicator = communicator
         self.control = control
         self.traffic = communicator.traffic
+        self.traffic.ranks = spec.ranks
+        if control is not communicator:
+            control.join_traffic(self.traffic)
         self.collective_s = spec.timeouts.collective_s
         self.p2p_s = spec.timeouts.p2p_s
         self.is_cpu = spec.device.type == "cpu"
@@ -69,6 +92,7 @@ class GroupCore:
             raise ContextStateError(self._why_unusable(operation))
         if not traffic.lock.acquire(False):
             raise GroupBusyError(self._who_is_inside(operation))
+        traffic.diagnostician = self.diagnostician
         sequence = traffic.sequence = traffic.sequence + 1
         start = perf_counter()
         entry: Entry
@@ -138,7 +162,7 @@ class GroupCore:
     def named(self, exc: PeerError, operation: str, tensor: Tensor | None, sequence: int, seconds: float) -> PeerError:
         """The error with the group, the sequence number and the operation in its text, and the story where somebody knows it."""
         what = describe(operation, None, ()) if tensor is None else describe(operation, tensor.dtype, tuple(tensor.shape))
-        spec, diagnostician = self.spec, self.traffic.diagnostician
+        spec, diagnostician = self.spec, self.diagnostician
         if diagnostician is None:
             return type(exc)(f"{self.name} seq {sequence} {what}: {exc} [members of {self.name}: ranks {spec.ranks}]")
         return diagnostician.explain(

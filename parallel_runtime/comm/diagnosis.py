@@ -97,9 +97,10 @@ class Diagnostician(ABC):
         """Why an operation under way need not wait on; asked a few times per second by a thread that waits.
 
         Args:
-            ranks: World ranks of the group, in group order; none asks only for what concerns every group.
+            ranks: World ranks that may be waited for; none asks only for what concerns every group.
             key: Of the communicator, equal on all members.
-            step: Number of the collective among those of the communicator, from 1.
+            step: Number of the collective among those of the communicator, from 1: a rank that is gone but finished it is not
+                missed. Very large where ``ranks`` are known to be missing.
 
         Returns:
             The error to raise, or ``None`` to wait on.

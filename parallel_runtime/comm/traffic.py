@@ -56,10 +56,11 @@ class Traffic:
         pid: The process it belongs to.
         users: Open coordinators; the last one to close closes the communicator.
         steps: Collectives of the communicator that this member has finished; counted where a wait can be interrupted.
-        diagnostician: Knows why peers do not come; ``None`` where nobody does.
+        diagnostician: Knows why peers do not come, for the coordinator whose operation runs; ``None`` where nobody does.
+        ranks: World ranks of the members, in group order; ``()`` before a coordinator is opened.
     """
 
-    __slots__ = ("diagnostician", "lock", "pid", "recorder", "sequence", "steps", "streams", "users")
+    __slots__ = ("diagnostician", "lock", "pid", "ranks", "recorder", "sequence", "steps", "streams", "users")
 
     def __init__(self) -> None:
         self.lock = Lock()
@@ -70,3 +71,4 @@ class Traffic:
         self.users = 0
         self.steps = 0
         self.diagnostician: Diagnostician | None = None
+        self.ranks: tuple[int, ...] = ()

@@ -7,8 +7,8 @@ from typing import Final, final
 
 from parallel_runtime.comm.c10d import Store, prefix_store
 from parallel_runtime.comm.diagnosis import Failure
+from parallel_runtime.context.meeting import Meeting
 from parallel_runtime.context.monitor import Monitor
-from parallel_runtime.context.rendezvous import Meeting
 from parallel_runtime.errors import ParallelRuntimeError, PeerError, PeerFailedError, PeerTimeoutError, RendezvousError
 from parallel_runtime.values import error_text
 

@@ -7,7 +7,7 @@ from typing import Final, final
 
 from parallel_runtime.comm.c10d import Store, connect_store, prefix_store
 from parallel_runtime.context.control import Address, ask_all
-from parallel_runtime.context.rendezvous import Member, compare_members
+from parallel_runtime.context.member import Member, compare_members
 from parallel_runtime.context.reports import Report
 from parallel_runtime.errors import PeerError
 

@@ -5,12 +5,14 @@ from contextlib import suppress
 
 import torch
 
+from parallel_runtime.comm.local import LocalHub
 from parallel_runtime.config.environment import Identity, detect
 from parallel_runtime.config.parallel_config import ParallelConfig
-from parallel_runtime.errors import ConfigError, LauncherEnvironmentError
+from parallel_runtime.errors import ArgumentError, ConfigError, LauncherEnvironmentError
 from parallel_runtime.terms import Rank
+from parallel_runtime.values import type_problem
 
-__all__ = ["choose_backend", "choose_device", "fit_child", "fit_config", "identity_within"]
+__all__ = ["check_arguments", "choose_backend", "choose_device", "fit_child", "fit_config", "identity_within"]
 
 
 def identity_within(environ: Mapping[str, str], *, rank: int, world_size: int) -> Identity:
@@ -151,3 +153,23 @@ def choose_backend(config: ParallelConfig, device: torch.device, *, has_hub: boo
     if config.backend == "nccl" and device.type != "cuda":
         raise ConfigError('backend="nccl" moves tensors of GPUs only, but tensors live on the CPU here; use backend="gloo"')
     return config.backend
+
+
+def check_arguments(config: object, identity: object, hub: object) -> None:
+    """Refuse what is of another type than a context takes.
+
+    Args:
+        config: Of the context.
+        identity: Of its rank, or ``None``.
+        hub: For ranks that are threads, or ``None``.
+
+    Raises:
+        ArgumentError: One of them is something else.
+    """
+    problem = type_problem("config", config, ParallelConfig, "use one such as ParallelConfig(tp=2)")
+    if identity is not None:
+        problem = problem or type_problem("identity", identity, Identity, "use Identity(...), detect(...) or None")
+    if hub is not None:
+        problem = problem or type_problem("hub", hub, LocalHub, "use LocalHub(world_size) or None")
+    if problem:
+        raise ArgumentError(problem)

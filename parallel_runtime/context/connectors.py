@@ -16,11 +16,19 @@ from parallel_runtime.comm.local import LocalCommunicator, LocalHub
 from parallel_runtime.comm.select import WAY_INSIDE, GroupFacts, PlannedCommunicator, choose_communicators
 from parallel_runtime.comm.shm import Errands, ShmCommunicator, Unavailable
 from parallel_runtime.comm.shm.stores import StoreAdapter
-from parallel_runtime.context.rendezvous import Meeting
+from parallel_runtime.context.meeting import Meeting
 from parallel_runtime.errors import ConfigError, PeerError, RendezvousError
 from parallel_runtime.terms import Rank
 
-__all__ = ["Connection", "Connector", "ProcessConnector", "connect_fake", "local_connector", "telling_connector"]
+__all__ = [
+    "Connection",
+    "Connector",
+    "ProcessConnector",
+    "choose_connector",
+    "connect_fake",
+    "local_connector",
+    "telling_connector",
+]
 
 _logger = logging.getLogger(__name__)
 
@@ -41,6 +49,47 @@ class Connection:
 
 Connector: TypeAlias = Callable[[str, tuple[Rank, ...], int], Connection]
 """From (key, world ranks in group order, this member's position) to the group's connection."""
+
+
+def choose_connector(
+    meeting: Meeting,
+    *,
+    backend: str,
+    device: torch.device,
+    shm: Literal["auto", "on", "off"],
+    address: str,
+    timeout_s: float,
+    errands: Errands,
+    hub: LocalHub | None,
+) -> Connector:
+    """What opens the groups of a context.
+
+    Args:
+        meeting: Of its ranks.
+        backend: ``"local"``, or as for ``ProcessConnector``, like the arguments that follow.
+        device: Where tensors live.
+        shm: Whether to share memory.
+        address: Where gloo listens.
+        timeout_s: How long a group may take to connect, in seconds.
+        errands: What this rank moves on while it waits.
+        hub: Connects ranks that are threads, for ``"local"``.
+
+    Returns:
+        The connector; its errors say which members never came.
+    """
+    if backend == "local" and hub is not None:
+        return telling_connector(local_connector(hub), meeting)
+    connector = ProcessConnector(
+        store=meeting.room,
+        backend=backend,
+        device=device,
+        hosts=dict(zip(meeting.ranks, meeting.hosts, strict=True)),
+        shm=shm,
+        address=address,
+        timeout_s=timeout_s,
+        errands=errands,
+    )
+    return telling_connector(connector, meeting)
 
 
 def connect_fake(key: str, ranks: tuple[Rank, ...], rank_in_group: int) -> Connection:

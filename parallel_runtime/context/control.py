@@ -17,10 +17,13 @@ import msgspec
 
 from parallel_runtime.context.liveness import has_ended
 from parallel_runtime.context.reports import Report
+from parallel_runtime.context.threads import start_thread
+from parallel_runtime.errors import ConfigError
 
 __all__ = ["Address", "Answering", "ask", "ask_all", "machine"]
 
 _SERVE_S: Final = 1.0
+_TICK_S: Final = 0.25
 _TOKEN_BYTES: Final = 16
 _MAX_ASKED: Final = 64
 """How many ranks are asked at once; a story about more would help nobody."""
@@ -88,41 +91,84 @@ def machine() -> str:
 
 @final
 class Answering:
-    """Answers whoever knows the token, until it is closed.
+    """Answers whoever knows a token, until it is closed. Several contexts of a process share one, each with its own token.
 
     Args:
         address: Of this host, on which to listen.
         host: Name of this host.
-        answer: Makes the text to send; called in the answering thread.
+
+    Raises:
+        ConfigError: This process may not have another thread.
     """
 
-    def __init__(self, address: str, host: str, answer: Callable[[], bytes]) -> None:
-        self._answer = answer
+    def __init__(self, address: str, host: str) -> None:
+        self._host = host
+        self._address = address
+        self._clients: dict[str, tuple[Callable[[], bytes], Callable[[], None]]] = {}
         self._listener = socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
-        token = secrets.token_hex(_TOKEN_BYTES)
-        port = int(self._listener.getsockname()[1])
-        self.address = Address(host=host, machine=machine(), pid=os.getpid(), address=address, port=port, token=token)
+        self._listener.settimeout(_TICK_S)
         self._thread = threading.Thread(target=self._serve, name="parallel-runtime-monitor", daemon=True)
-        self._thread.start()
+        try:
+            start_thread(self._thread, "to answer for its rank")
+        except ConfigError:
+            self._listener.close()
+            raise
+
+    def add(self, answer: Callable[[], bytes], look: Callable[[], None]) -> Address:
+        """Answer for one more context.
+
+        Args:
+            answer: Makes the text to send; called in the answering thread.
+            look: Called in that thread a few times per second.
+
+        Returns:
+            Where, and with which token, to ask.
+        """
+        token = secrets.token_hex(_TOKEN_BYTES)
+        self._clients[token] = (answer, look)
+        port = int(self._listener.getsockname()[1])
+        return Address(host=self._host, machine=machine(), pid=os.getpid(), address=self._address, port=port, token=token)
+
+    def drop(self, address: Address) -> None:
+        """Answer for a context no longer. Twice is nothing.
+
+        Args:
+            address: From ``add``.
+        """
+        self._clients.pop(address.token, None)
 
     def close(self) -> None:
         """Stop answering. Twice is nothing."""
+        self._clients.clear()
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
         self._thread.join(2 * _SERVE_S)
         self._listener.close()
 
     def _serve(self) -> None:
+        looked_at = time.monotonic()
         while True:
             try:
                 connection, _ = self._listener.accept()
+            except TimeoutError:
+                pass
             except OSError:
                 return
-            with connection, suppress(OSError):
-                connection.settimeout(_SERVE_S)
-                asked = connection.recv(2 * _TOKEN_BYTES, socket.MSG_WAITALL)
-                if hmac.compare_digest(asked, self.address.token.encode()):
-                    connection.sendall(self._answer())
+            else:
+                with connection, suppress(OSError):
+                    self._answer(connection)
+            if time.monotonic() - looked_at >= _TICK_S:
+                for _, look in tuple(self._clients.values()):
+                    look()
+                looked_at = time.monotonic()
+
+    def _answer(self, connection: socket.socket) -> None:
+        connection.settimeout(_SERVE_S)
+        asked = connection.recv(2 * _TOKEN_BYTES, socket.MSG_WAITALL)
+        for token, (answer, _) in tuple(self._clients.items()):
+            if hmac.compare_digest(asked, token.encode()):
+                connection.sendall(answer())
+                return
 
 
 def ask(address: Address, timeout_s: float) -> Report:
@@ -174,8 +220,15 @@ def ask_all(addresses: Mapping[int, Address], timeout_s: float) -> dict[int, Rep
         for item in list(addresses.items())[:_MAX_ASKED]
     ]
     until = time.monotonic() + timeout_s
-    for thread in threads:
-        thread.start()
-    for thread in threads:
+    started = [thread for thread in threads if _has_started(thread)]
+    for thread in started:
         thread.join(max(0.0, until - time.monotonic()))
     return dict(reports)
+
+
+def _has_started(thread: threading.Thread) -> bool:
+    """Start it; a process at its limit asks fewer ranks, and tells what it knows."""
+    with suppress(RuntimeError):
+        thread.start()
+        return True
+    return False

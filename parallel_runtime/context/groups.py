@@ -8,6 +8,7 @@ from typing import final
 import torch
 
 from parallel_runtime.comm.coordinator import GroupCoordinator, open_coordinator
+from parallel_runtime.comm.diagnosis import Diagnostician
 from parallel_runtime.comm.groups import GroupSpec, GroupTimeouts
 from parallel_runtime.config.deadlines import Deadlines
 from parallel_runtime.context.connectors import Connection, Connector
@@ -32,7 +33,8 @@ class GroupTable:
         connect: Opens what a group of two or more moves its data with.
         name: Of the context, in front of its groups' names; ``""`` for none.
         shared: Connections of another table that this one uses, too, where ranks are equal.
-        watch: Told of each connection that is opened, with the world ranks of its members.
+        diagnostician: Explains what the groups' operations fail of.
+        watch: Told of each connection that groups use, with the world ranks of its members, and whether it is new.
     """
 
     def __init__(
@@ -48,7 +50,8 @@ class GroupTable:
         connect: Connector,
         name: str = "",
         shared: Mapping[tuple[Rank, ...], Connection] = MappingProxyType({}),
-        watch: Callable[[tuple[Rank, ...], Connection], None] = lambda ranks, connection: None,
+        diagnostician: Diagnostician | None = None,
+        watch: Callable[[tuple[Rank, ...], Connection, bool], None] = lambda ranks, connection, is_new: None,
     ) -> None:
         self._prefix = f"{name}." if name else ""
         self._layout = layout
@@ -60,7 +63,9 @@ class GroupTable:
         self._checked = checked
         self._connect = connect
         self._connections = dict(shared)
+        self._diagnostician = diagnostician
         self._watch = watch
+        self._watched: set[tuple[Rank, ...]] = set()
 
     @property
     def connections(self) -> Mapping[tuple[Rank, ...], Connection]:
@@ -91,11 +96,15 @@ class GroupTable:
         )
         if len(ranks) == 1:
             return _traceable(open_coordinator(spec))
-        if ranks not in self._connections:
+        is_new = ranks not in self._connections
+        if is_new:
             self._connections[ranks] = self._connect(f"{self._uid}/{_digest(ranks)}", ranks, spec.rank_in_group)
-            self._watch(ranks, self._connections[ranks])
         connection = self._connections[ranks]
-        return _traceable(open_coordinator(spec, connection.data, control=connection.control))
+        if ranks not in self._watched:
+            self._watched.add(ranks)
+            self._watch(ranks, connection, is_new)
+        group = open_coordinator(spec, connection.data, control=connection.control, diagnostician=self._diagnostician)
+        return _traceable(group)
 
 
 def _traceable(group: GroupCoordinator) -> GroupCoordinator:

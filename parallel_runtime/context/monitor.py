@@ -10,12 +10,14 @@ from typing import Final, final
 
 import msgspec
 
+from parallel_runtime.comm.c10d import Store
 from parallel_runtime.comm.communicator import Communicator
 from parallel_runtime.comm.diagnosis import Diagnostician, Failure, last_in_line
 from parallel_runtime.comm.local import LocalHub
 from parallel_runtime.comm.traffic import Traffic
 from parallel_runtime.context.control import Address, Answering, ask_all
-from parallel_runtime.context.rendezvous import Meeting
+from parallel_runtime.context.meeting import Meeting
+from parallel_runtime.context.obituaries import obituary
 from parallel_runtime.context.reports import Report, awaited, make_report
 from parallel_runtime.context.story import Departure, Evidence, tell
 from parallel_runtime.errors import CollectiveMismatchError, PeerError, PeerLostError, PeerTimeoutError
@@ -31,6 +33,8 @@ _FRESH_S: Final = 5.0
 _MOST_ASKED: Final = 16
 _ROUNDS: Final = 4
 """Of asking those that others wait for, to find the one that keeps them all."""
+_OBITUARY_S: Final = 0.5
+"""How long a launcher may take to say how a rank of it ended."""
 _PAUSE_S: Final = 0.02
 _KEPT_FAILURES: Final = 8
 _NORMAL: Final = "closed"
@@ -38,16 +42,27 @@ _NORMAL: Final = "closed"
 
 @final
 class Monitor(Diagnostician):
-    """Answers for this rank from a thread of its own, and explains what other ranks did.
+    """Answers for this rank from a thread at its side, and explains what other ranks did.
 
     Args:
         meeting: Where the ranks of the context met.
         host: Name of this rank's host.
         address: Of this host, on which to answer.
         hub: Connects ranks that are threads: they are asked directly, without a socket and a thread.
+        parent: Of the context that this one is a child of: its thread and its socket answer for both.
+        obituaries: Store in which whoever started the ranks tells how one ended; that of the parent's by default.
     """
 
-    def __init__(self, meeting: Meeting, *, host: str, address: str, hub: LocalHub | None) -> None:
+    def __init__(
+        self,
+        meeting: Meeting,
+        *,
+        host: str,
+        address: str,
+        hub: LocalHub | None,
+        parent: "Monitor | None" = None,
+        obituaries: Store | None = None,
+    ) -> None:
         self._meeting = meeting
         self._host = host
         self._hub = hub
@@ -59,15 +74,20 @@ class Monitor(Diagnostician):
         self._blamed: tuple[int, ...] = ()
         self._blamed_at = 0.0
         self.alarm: Callable[[], PeerError | None] | None = None
+        self._parent = parent
+        self._obituaries: Store | None = parent._obituaries if parent is not None else obituaries
+        self._ends: dict[int, str] = {}
         self._answering: Answering | None = None
+        self._address: Address | None = None
         if hub is not None:
             hub.monitors[meeting.uid, meeting.rank] = self
-        else:
-            self._answering = Answering(address, host, lambda: msgspec.json.encode(self.report()))
-            meeting.room.set(f"monitor/{meeting.rank}", self._answering.address.to_json())
+            return
+        self._answering = (parent and parent._answering) or Answering(address, host)
+        self._address = self._answering.add(lambda: msgspec.json.encode(self.report()), self._look_at_waits)
+        meeting.room.set(f"monitor/{meeting.rank}", self._address.to_json())
 
     def watch(self, ranks: tuple[int, ...], data: Communicator, control: Communicator) -> None:
-        """Take a connection into the reports, and explain its errors from now on.
+        """Take a connection into the reports, and end waits on it that are in vain.
 
         Args:
             ranks: World ranks of its members, in group order.
@@ -76,7 +96,6 @@ class Monitor(Diagnostician):
         """
         self._traffics[ranks] = data.traffic
         for communicator in (data, control):
-            communicator.traffic.diagnostician = self
             self._communicators[communicator.key] = communicator
 
     def last_words(self) -> None:
@@ -94,11 +113,14 @@ class Monitor(Diagnostician):
     def close(self) -> None:
         """Stop answering. Twice is nothing."""
         for communicator in self._communicators.values():
-            communicator.traffic.diagnostician = None
+            if communicator.traffic.diagnostician is self:
+                communicator.traffic.diagnostician = None
         self._communicators, self._traffics = {}, {}
-        if self._answering is not None:
-            self._answering.close()
-            self._answering = None  # it refers back here, and whoever keeps the meeting keeps the store's socket
+        answering, self._answering = self._answering, None  # it refers back here, and whoever keeps the meeting keeps a socket
+        if answering is not None and self._address is not None:
+            answering.drop(self._address)
+            if self._parent is None:
+                answering.close()
         if self._hub is not None:
             self._hub.monitors.pop((self._meeting.uid, self._meeting.rank), None)
 
@@ -144,7 +166,7 @@ class Monitor(Diagnostician):
         return False
 
     def interruption(self, ranks: Sequence[int], key: str, step: int) -> PeerError | None:
-        if self.alarm is not None and (error := self.alarm()):
+        if error := self._alarm():
             return error
         if not ranks:
             return None
@@ -158,7 +180,7 @@ class Monitor(Diagnostician):
 
     def explain(self, failure: Failure) -> PeerError:
         head = f"{failure.group} seq {failure.sequence} {failure.what}"
-        if self.alarm is not None and (error := self.alarm()):
+        if error := self._alarm():
             error.args = (f"{head}: {error}",)
             return error
         if not (isinstance(failure.error, PeerTimeoutError | PeerLostError) or type(failure.error) is PeerError):
@@ -178,6 +200,16 @@ class Monitor(Diagnostician):
             error.args = (f"{error}\n  they wait in turn for rank {', '.join(map(str, others))}",)
         error.ranks = tuple(rank for rank in culprits if rank != failure.rank) or error.ranks
         return error
+
+    def _alarm(self) -> PeerError | None:
+        """Why a guarded block of this context, or of one around it, has failed."""
+        if self.alarm is not None and (error := self.alarm()):
+            return error
+        return None if self._parent is None else self._parent._alarm()
+
+    def _look_at_waits(self) -> None:
+        for communicator in tuple(self._communicators.values()):
+            communicator.end_vain_wait()
 
     def _evidence(self, ranks: Sequence[int], *, has_broken: bool) -> Evidence:
         notes: list[str] = []
@@ -209,6 +241,7 @@ class Monitor(Diagnostician):
             for _ in range(_ROUNDS):
                 departures = self._departures(new)
                 self._ask(reports, [rank for rank in new if rank not in departures])
+                departures |= self._departures([rank for rank in new if rank not in reports])  # it went while it was asked
                 self._ask(reports, [peer for rank in new if rank in reports for peer in reports[rank].peers()])
                 for rank in new:
                     waits[rank] = departures[rank].blamed if rank in departures else awaited(rank, reports)
@@ -240,8 +273,14 @@ class Monitor(Diagnostician):
                 found[rank] = _departure(room.get(f"left/{rank}").decode(), tuple(blamed))
             elif rank in self._addresses and self._addresses[rank].is_ended:
                 where = self._addresses[rank]
-                found[rank] = Departure(text=f"(pid {where.pid} on {where.host}) has ended without a word: killed, or crashed")
+                found[rank] = Departure(text=f"(pid {where.pid} on {where.host}) {self._how_it_ended(where.pid)}")
         return found
+
+    def _how_it_ended(self, pid: int) -> str:
+        if pid not in self._ends:
+            told = "" if self._obituaries is None else obituary(self._obituaries, pid, _OBITUARY_S)
+            self._ends[pid] = told or "has ended without a word: killed, or crashed"
+        return self._ends[pid]
 
     def _left_reports(self, departures: Mapping[int, Departure]) -> dict[int, Report]:
         """What ranks that are gone said of themselves, where an operation of theirs had failed."""

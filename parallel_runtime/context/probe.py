@@ -3,10 +3,10 @@
 from enum import StrEnum
 from typing import Protocol
 
-from parallel_runtime.context.connectors import Connection
+from parallel_runtime.context.connectors import Connection, Connector
 from parallel_runtime.terms import Rank
 
-__all__ = ["Probe", "Stage"]
+__all__ = ["Probe", "Stage", "probed"]
 
 
 class Stage(StrEnum):
@@ -37,3 +37,20 @@ class Probe(Protocol):
         Returns:
             What the groups are to use: the same, or something around it.
         """
+
+
+def probed(connect: Connector, probe: Probe) -> Connector:
+    """Let a probe stand between the groups and what a connector opens.
+
+    Args:
+        connect: Opens a connection.
+        probe: Told of each.
+
+    Returns:
+        The connector.
+    """
+
+    def connect_and_tell(key: str, ranks: tuple[Rank, ...], rank_in_group: int) -> Connection:
+        return probe.connected(ranks, connect(key, ranks, rank_in_group))
+
+    return connect_and_tell

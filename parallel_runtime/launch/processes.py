@@ -6,6 +6,7 @@ import pickle
 import re
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from multiprocessing import forkserver
@@ -18,6 +19,7 @@ from parallel_runtime.comm.c10d import HostedStore, listen_store, need_descripto
 from parallel_runtime.config.addresses import is_loopback
 from parallel_runtime.config.environment import current_environ
 from parallel_runtime.config.parallel_config import ParallelConfig
+from parallel_runtime.context.obituaries import announce_supervisor, post_obituary
 from parallel_runtime.errors import (
     ArgumentError,
     ConfigError,
@@ -113,8 +115,9 @@ class LocalRanks(Generic[_T]):
             job = self._make_job(call, stack)
             self._start(job, handles, stack)
             self._stack = stack.pop_all()
-        start_s = self._config.deadlines.join_s
-        self._supervisor = Supervisor(self._handles, what=name_of(self._fn), start_s=start_s)
+        self._supervisor = Supervisor(
+            self._handles, what=name_of(self._fn), start_s=self._config.deadlines.join_s, tell=self._tell_the_others
+        )
         return self
 
     def __exit__(self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -125,6 +128,14 @@ class LocalRanks(Generic[_T]):
     def pids(self) -> tuple[int, ...]:
         """Process ids in rank order."""
         return tuple(handle.pid for handle in self._handles)
+
+    @property
+    def address(self) -> str | None:
+        """Where the ranks meet, for ``parallel-runtime doctor --attach``; ``None`` for a single rank and outside the block."""
+        if self._server is None:
+            return None
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        return f"{host}:{self._server.port}"
 
     def check(self) -> bool:
         """Look at the ranks without waiting.
@@ -154,9 +165,12 @@ class LocalRanks(Generic[_T]):
             LaunchError: They did not return in time, or did not start.
             RankFailedError: A rank failed; the first cause comes first, what followed is marked as such.
         """
+        return self._wait(timeout_s, time.monotonic())
+
+    def _wait(self, timeout_s: float | None, start: float) -> list[_T]:
         supervisor = self._running()
         with self._naming_the_log():
-            results = supervisor.wait(timeout_s)
+            results = supervisor.wait(timeout_s, start)
         supervisor.wait_for_exit(self._config.deadlines.exit_s)
         return results
 
@@ -181,9 +195,14 @@ class LocalRanks(Generic[_T]):
         store = None
         if world_size > 1:
             self._server = listen_store(self._host)
+            announce_supervisor(self._server.store)
             stack.callback(self._drop_store)
             store = (self._host, self._server.port)
         return pickle.dumps(Job(config=self._config, call=call, environ=environ, num_threads=num_threads, store=store))
+
+    def _tell_the_others(self, pid: int, text: str) -> None:
+        if self._server is not None:
+            post_obituary(self._server.store, pid, text)
 
     def _drop_store(self) -> None:
         self._server = None
@@ -241,7 +260,8 @@ def launch(
         fn: A function that other processes can import by name.
         config: Of the context that each rank enters; decides the number of ranks.
         *args: Further arguments; each rank gets a copy.
-        timeout_s: Longest run in seconds; ``None`` sets no limit.
+        timeout_s: Longest run in seconds, from the call on; ``None`` sets no limit. Ranks that run longer are ended, which takes
+            up to some seconds more.
         host: Loopback address on which the ranks meet, ``"127.0.0.1"`` or ``"::1"``.
         log_dir: Folder in which each rank's output goes to a file of its own, ``rank-<rank>.log``; an error names the file.
         prefix_output: Whether each line on the caller's streams begins with ``[rank N]``; then a thread passes output on.
@@ -261,9 +281,10 @@ def launch(
         RankFailedError: A rank raised, exited or was killed; the others have been ended.
     """
     check_timeout(timeout_s)
+    start = time.monotonic()
     ranks = LocalRanks(fn, config, args=args, host=host, log_dir=log_dir, prefix_output=prefix_output, pin=pin)
     with _sigterm_as_exit(), ranks:
-        return ranks.wait(timeout_s)
+        return ranks._wait(timeout_s, start)
 
 
 def check_startable(fn: Callable[..., object], config: ParallelConfig, *, backends: Sequence[str]) -> None:

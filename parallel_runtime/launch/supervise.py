@@ -3,7 +3,7 @@
 import os
 import pickle
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import wait as wait_for_any
 from multiprocessing.context import ForkServerProcess
 from typing import Any, final
@@ -73,12 +73,21 @@ class Supervisor:
         handles: One per rank, in rank order.
         what: Name of the function they run.
         start_s: Seconds for a process to come alive; it then imports and joins under its own deadline.
+        tell: Told the process id of a rank that ended without a word, and how, so that the other ranks learn of it.
     """
 
-    def __init__(self, handles: Sequence[RankHandle], *, what: str, start_s: float) -> None:
+    def __init__(
+        self,
+        handles: Sequence[RankHandle],
+        *,
+        what: str,
+        start_s: float,
+        tell: Callable[[int, str], None] = lambda pid, text: None,
+    ) -> None:
         self._handles = handles
         self._what = what
         self._start_s = start_s
+        self._tell = tell
         self._started_at = time.monotonic()
         self._failures: list[RankFailure] = []
         self._failed_at = 0.0
@@ -99,6 +108,8 @@ class Supervisor:
             if isinstance(handle.outcome, RankFailure) and not had_outcome:
                 self._failed_at = self._failed_at or time.monotonic()
                 self._failures.append(handle.outcome)
+                if handle.outcome.exitcode is not None and not handle.outcome.traceback:
+                    self._tell(handle.pid, describe_exit(handle.outcome.exitcode))
         if self._failures and (find_root(self._failures) or self._has_settled()):
             if not any(handle.has_started for handle in self._handles) and self._failures[0].exitcode == UNGUARDED_STATUS:
                 raise unguarded_error()
@@ -106,11 +117,12 @@ class Supervisor:
         self._check_started()
         return all(isinstance(handle.outcome, Result) for handle in self._handles)
 
-    def wait(self, timeout_s: float | None) -> list[Any]:
+    def wait(self, timeout_s: float | None, start: float) -> list[Any]:
         """Wait for every rank.
 
         Args:
             timeout_s: Longest wait in seconds; ``None`` waits as long as they run.
+            start: Where these seconds begin, on the monotonic clock.
 
         Returns:
             Each rank's result, in rank order.
@@ -119,7 +131,7 @@ class Supervisor:
             LaunchError: They did not return in time, or did not start, or a result cannot be unpickled here.
             RankFailedError: A rank failed.
         """
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        deadline = None if timeout_s is None else start + timeout_s
         while not self.check():
             if deadline is not None and time.monotonic() >= deadline:
                 late = [handle.describe() for handle in self._handles if handle.outcome is None]

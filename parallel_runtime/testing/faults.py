@@ -271,6 +271,9 @@ class _Trap(Communicator):
     def symmetric_empty(self, shape: Sequence[int], dtype: torch.dtype, timeout_s: float) -> Tensor | None:
         return self._count().symmetric_empty(shape, dtype, timeout_s)
 
+    def end_vain_wait(self) -> None:
+        self._inner.end_vain_wait()
+
     def close(self) -> None:
         self._inner.close()
 

@@ -1,5 +1,6 @@
 """One member of a group whose ranks are threads."""
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import final
 
@@ -135,9 +136,9 @@ class LocalCommunicator(Communicator):
         """Tell the waiting members that this one has left the group."""
         self._hub.part(self._key, self._rank)
 
-    def _alarm(self) -> PeerError | None:
+    def _alarm(self, missing: Sequence[int]) -> PeerError | None:
         diagnostician = self.traffic.diagnostician
-        return None if diagnostician is None else diagnostician.interruption((), "", 0)
+        return None if diagnostician is None else diagnostician.interruption(missing, "", sys.maxsize)
 
     def _ticket(self, src: int, dst: int, tag: int) -> int:
         ticket = self._tickets.get((src, dst, tag), 0)
@@ -221,7 +222,7 @@ class LocalCommunicator(Communicator):
     def _wait(self, what: str, ready: Callable[[], bool], absent: Callable[[], Sequence[int]], timeout_s: float) -> None:
         hub, meeting = self._hub, self._meeting
         wait = Wait(self._rank, what + self._of_group(), ready, absent, lambda: hub.lost(absent(), meeting))
-        hub.wait(wait, timeout_s, self._alarm)
+        hub.wait(wait, timeout_s, lambda: self._alarm(absent()))
 
     def _of_group(self) -> str:
         """The name that people know the group by, where it has one."""

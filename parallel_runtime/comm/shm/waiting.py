@@ -15,6 +15,7 @@ import mmap
 import os
 import platform
 import select
+import sys
 import threading
 from collections.abc import Callable, Iterable
 from time import monotonic, sleep
@@ -138,6 +139,7 @@ class Liveness:
         self._words = words
         self._states = [geometry.member(peer) // 8 + 1 for peer in range(geometry.world_size)]
         self._mine = self._states[rank_in_group]
+        self.world_size = geometry.world_size
         self._lock = threading.Lock() if needs_fence() else None
         self._pidfds: dict[int, int] = {}
         self._dead: set[int] = set()
@@ -300,7 +302,11 @@ class Waiter:
         elif self.deadline is not None and monotonic() >= self.deadline:
             error = PeerTimeoutError(f"{_members(peers)} did not take part within {timeout_s:g} s")
         elif self.traffic is not None and self.traffic.diagnostician is not None:
-            error = self.traffic.diagnostician.interruption((), "", 0)
+            ranks = self.traffic.ranks
+            known = [ranks[peer] for peer in peers] if len(ranks) == self._liveness.world_size else ()
+            error = self.traffic.diagnostician.interruption(known, "", sys.maxsize)
+            if error is not None and ready():
+                return
         if error is not None:
             error.members = tuple(peers)
             raise error

@@ -14,8 +14,8 @@ from parallel_runtime.comm import LocalCommunicator, LocalHub, Store, hash_store
 from parallel_runtime.config import Deadlines, ParallelConfig
 from parallel_runtime.context import ParallelContext
 from parallel_runtime.context.control import Answering, ask, ask_all
+from parallel_runtime.context.meeting import Meeting
 from parallel_runtime.context.monitor import Monitor
-from parallel_runtime.context.rendezvous import Meeting
 from parallel_runtime.context.reports import Report, stack_of
 from parallel_runtime.errors import CollectiveMismatchError, PeerError, PeerTimeoutError
 from parallel_runtime.launch import run_threads
@@ -216,27 +216,32 @@ def test_who_gave_up_is_not_blamed_for_the_one_that_was_late() -> None:
 
 def test_a_monitor_answers_only_who_knows_the_token() -> None:
     report = Report(rank=3, pid=1, host="here", inside="", stack=(), connections=(), failures=())
-    answering = Answering(
-        "127.0.0.1", "here", lambda: b'{"rank":3,"pid":1,"host":"here","inside":"","stack":[],"connections":[],"failures":[]}'
-    )
+    answering = Answering("127.0.0.1", "here")
+    text = b'{"rank":3,"pid":1,"host":"here","inside":"","stack":[],"connections":[],"failures":[]}'
+    known = answering.add(lambda: text, lambda: None)
+    other = answering.add(lambda: text.replace(b"3", b"4"), lambda: None)
     try:
-        assert ask(answering.address, 5.0) == report
-        with socket.create_connection((answering.address.address, answering.address.port), timeout=5) as stranger:
+        assert ask(known, 5.0) == report
+        assert ask(other, 5.0).rank == 4
+        with socket.create_connection((known.address, known.port), timeout=5) as stranger:
             stranger.sendall(b"x" * 32)
             assert stranger.recv(100) == b""
+        answering.drop(known)
+        assert list(ask_all({3: known, 4: other}, 5.0)) == [4]
     finally:
         answering.close()
     with pytest.raises(ConnectionRefusedError):
-        ask(answering.address, 1.0)
-    assert ask_all({3: answering.address}, 1.0) == {}
+        ask(known, 1.0)
+    assert ask_all({3: known}, 1.0) == {}
     answering.close()
 
 
 def test_an_answer_that_is_none_is_an_os_error() -> None:
-    answering = Answering("127.0.0.1", "here", lambda: b"what?")
+    answering = Answering("127.0.0.1", "here")
+    address = answering.add(lambda: b"what?", lambda: None)
     try:
         with pytest.raises(OSError, match="no report came back"):
-            ask(answering.address, 5.0)
+            ask(address, 5.0)
     finally:
         answering.close()
 

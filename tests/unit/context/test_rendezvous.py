@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from parallel_runtime.comm.c10d import Store, connect_store, file_store, hash_store, listen_store
-from parallel_runtime.context.rendezvous import Meeting, Member, compare_members, join_world, wait_for_keys
+from parallel_runtime.context.meeting import Meeting, wait_for_keys
+from parallel_runtime.context.member import Member, compare_members
+from parallel_runtime.context.rendezvous import join_world
 from parallel_runtime.errors import RendezvousError
 
 SETTINGS = {"tp": 2, "pp": 1}

@@ -1,0 +1,306 @@
+"""What a context tells of itself and of its rank, and how its ranks agree; its subclass opens and closes it."""
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from enum import StrEnum
+from types import MappingProxyType
+from typing import NoReturn
+
+import torch
+
+from parallel_runtime.comm.c10d import Store
+from parallel_runtime.comm.coordinator import GroupCoordinator
+from parallel_runtime.comm.groups import check_seconds
+from parallel_runtime.comm.local import LocalHub
+from parallel_runtime.config.environment import Identity
+from parallel_runtime.config.parallel_config import ParallelConfig
+from parallel_runtime.config.plan import Plan
+from parallel_runtime.context.agreement import Agreement
+from parallel_runtime.context.meeting import Meeting
+from parallel_runtime.context.monitor import Monitor
+from parallel_runtime.errors import ArgumentError, ContextStateError
+from parallel_runtime.terms import GROUP_NAMES, Rank
+from parallel_runtime.topology.hosts import Hosts
+from parallel_runtime.topology.layout import Coordinate, Layout
+
+__all__ = ["ContextBase", "ContextState"]
+
+
+class ContextState(StrEnum):
+    """Where a context is in its life. It goes forward only."""
+
+    NEW = "new"
+    OPEN = "open"
+    CLOSED = "closed"
+
+
+class ContextBase(ABC):
+    """The part of a ``ParallelContext`` that opens and closes nothing."""
+
+    _config: ParallelConfig
+    _identity: Identity | None
+    _store: Store | None
+    _hub: LocalHub | None
+    _state: ContextState
+    _pid: int
+    _uid: str
+    _device: torch.device
+    _hosts: Hosts | None
+    _groups: dict[str, GroupCoordinator]
+    _meeting: Meeting | None
+    _monitor: Monitor | None
+    _agreements: dict[tuple[Rank, ...], Agreement]
+
+    @property
+    def state(self) -> ContextState:
+        """Where it is in its life."""
+        return self._state
+
+    @property
+    def config(self) -> ParallelConfig:
+        """The config, with every size known once the context was entered."""
+        return self._config
+
+    @property
+    def layout(self) -> Layout:
+        """The arrangement of the world's ranks."""
+        return self._config.layout
+
+    @property
+    def plan(self) -> Plan:
+        """Everything the layout implies, as data; worked out at the call. In an open context, on the hosts its ranks are on.
+
+        Raises:
+            ConfigError: A size is still -1.
+        """
+        return self._config.plan(hosts=self._hosts)
+
+    @property
+    def identity(self) -> Identity:
+        """Who this rank is. Hand it on, with ``store`` and ``hub``, to open a second context in the same rank.
+
+        Raises:
+            ContextStateError: Not entered yet.
+        """
+        if self._identity is None:
+            raise ContextStateError("this ParallelContext does not know its rank yet; enter it with `with context:`")
+        return self._identity
+
+    @property
+    def store(self) -> Store | None:
+        """Where the ranks meet; ``None`` for a world of one or of pretended ranks, and after closing."""
+        return self._store
+
+    @property
+    def hub(self) -> LocalHub | None:
+        """What connects ranks that are threads; ``None`` for processes."""
+        return self._hub
+
+    @property
+    def rank(self) -> Rank:
+        """Position in the world.
+
+        Raises:
+            ContextStateError: Not entered yet.
+        """
+        return self.identity.rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks of this context's world."""
+        return self._config.world_size
+
+    @property
+    def local_rank(self) -> int:
+        """Position of this rank on its host.
+
+        Raises:
+            ContextStateError: Not entered yet.
+        """
+        return self.identity.local_rank
+
+    @property
+    def host(self) -> str:
+        """Name of this rank's host."""
+        named = None if self._identity is None else self._identity.host
+        return named or os.uname().nodename
+
+    @property
+    def coordinate(self) -> Coordinate:
+        """This rank's index on every axis.
+
+        Raises:
+            ContextStateError: Not entered yet.
+        """
+        return self.layout.coordinate(self.rank)
+
+    @property
+    def uid(self) -> str:
+        """Equal on all ranks and never used by another context; ``""`` before it is known."""
+        return self._uid
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank keeps its tensors."""
+        return self._device
+
+    @property
+    def world(self) -> GroupCoordinator:
+        """All ranks."""
+        return self.group("world")
+
+    @property
+    def stage(self) -> GroupCoordinator:
+        """All ranks of this rank's pipeline stage."""
+        return self.group("stage")
+
+    @property
+    def tp(self) -> GroupCoordinator:
+        """This rank's tensor-parallel group."""
+        return self.group("tp")
+
+    @property
+    def cp(self) -> GroupCoordinator:
+        """This rank's context-parallel group."""
+        return self.group("cp")
+
+    @property
+    def dp(self) -> GroupCoordinator:
+        """This rank's data-parallel group."""
+        return self.group("dp")
+
+    @property
+    def pp(self) -> GroupCoordinator:
+        """The ranks that hold this rank's pipeline."""
+        return self.group("pp")
+
+    @property
+    def ep(self) -> GroupCoordinator:
+        """This rank's expert-parallel group."""
+        return self.group("ep")
+
+    @property
+    def etp(self) -> GroupCoordinator:
+        """The ranks that share this rank's experts tensor-wise."""
+        return self.group("etp")
+
+    @property
+    def edp(self) -> GroupCoordinator:
+        """The ranks that hold copies of this rank's experts."""
+        return self.group("edp")
+
+    @property
+    def dcp(self) -> GroupCoordinator:
+        """This rank's decode-context-parallel group."""
+        return self.group("dcp")
+
+    def group(self, name: str) -> GroupCoordinator:
+        """One of the groups that were opened on entering.
+
+        Args:
+            name: ``world``, ``stage``, or an axis.
+
+        Returns:
+            The group; of one rank where the axis has size 1.
+
+        Raises:
+            ArgumentError: There is no group of that name.
+            ContextStateError: The context is not open, or was opened by another process.
+        """
+        self._check_open()
+        if not isinstance(name, str) or name not in self._groups:
+            raise ArgumentError(f"no group is called {name!r}; there are {', '.join(GROUP_NAMES)}, and open_group for others")
+        return self._groups[name]
+
+    def groups(self) -> Mapping[str, GroupCoordinator]:
+        """Every group that was opened on entering, by name.
+
+        Raises:
+            ContextStateError: The context is not open, or was opened by another process.
+        """
+        self._check_open()
+        return MappingProxyType(self._groups)
+
+    def agree(self, ok: bool, why: str = "", *, group: GroupCoordinator | None = None, timeout_s: float | None = None) -> None:
+        """Go on only if all is well on every rank. Over the store, so also where a group cannot be used; not for hot loops.
+
+        Args:
+            ok: Whether all is well here.
+            why: What is not, for the error.
+            group: Whose members agree, a group of this context; the world by default.
+            timeout_s: Longest wait for the others in seconds; ``deadlines.control_s`` by default. A rank that is not well
+                waits for nobody.
+
+        Raises:
+            ArgumentError: ``timeout_s`` is not positive.
+            ContextStateError: The context is not open, or was opened by another process.
+            PeerFailedError: A rank is not well; raised on all of them.
+            PeerLostError: A rank is gone.
+            PeerTimeoutError: A rank did not come in time.
+            RendezvousError: The store is gone.
+
+        Collective: all ranks of the group, in the same order.
+        """
+        self._agreement(group).settle("" if ok else why or "it did not say why", self._control_s(timeout_s))
+
+    def guard(self, *, group: GroupCoordinator | None = None, timeout_s: float | None = None) -> AbstractContextManager[None]:
+        """A block that ends alike on every rank: well, or with the same error on all because it raised on one.
+
+        Operations of groups inside the block that wait for a rank that failed end within seconds. Their group cannot be used
+        afterwards, so keep what may fail apart from what communicates if you mean to go on.
+
+        Args:
+            group: Whose members agree, a group of this context; the world by default.
+            timeout_s: Longest wait for the others at its end, in seconds; ``deadlines.control_s`` by default.
+
+        Returns:
+            For ``with``. Leaving it raises ``PeerFailedError`` on every rank if the block raised on one.
+
+        Raises:
+            ArgumentError: ``timeout_s`` is not positive.
+            ContextStateError: The context is not open, or was opened by another process.
+
+        Collective: all ranks of the group; they meet at the end of the block.
+        """
+        return self._agreement(group).guard(self._control_s(timeout_s))
+
+    def __reduce__(self) -> NoReturn:
+        raise ContextStateError(
+            "contexts stay in their process, so a ParallelContext cannot be pickled or copied; "
+            "send its config, and open a context of its own in the other process"
+        )
+
+    def __repr__(self) -> str:
+        where = f"rank={self._identity.rank}, " if self._identity is not None else ""
+        return f"ParallelContext({where}{self._state}, uid={self._uid!r}, {self._config!r})"
+
+    @abstractmethod
+    def _is_under_closed_parent(self) -> bool:
+        """Whether it closed with the context that it is a child of."""
+
+    def _control_s(self, timeout_s: float | None) -> float:
+        return self._config.deadlines.control_s if timeout_s is None else check_seconds(timeout_s, "timeout_s")
+
+    def _agreement(self, group: GroupCoordinator | None) -> Agreement:
+        self._check_open()
+        group = group or self.world
+        if group.ranks not in self._agreements:
+            self._agreements[group.ranks] = Agreement(self._meeting, self._monitor, group.name, group.ranks, self.rank)
+        return self._agreements[group.ranks]
+
+    def _check_process(self) -> None:
+        if self._pid != os.getpid():
+            raise ContextStateError(
+                f"this context belongs to another process: opened by pid {self._pid}, used by pid {os.getpid()}, which was "
+                f"forked from it. Contexts stay in their process; open one of its own in the child"
+            )
+
+    def _check_open(self) -> None:
+        self._check_process()
+        if self._state is not ContextState.OPEN:
+            hint = "enter it with `with context:`" if self._state is ContextState.NEW else "make a new one"
+            if self._is_under_closed_parent():
+                hint = "it closed with its parent"
+            raise ContextStateError(f"this ParallelContext is {self._state}, so it has no groups; {hint}")
