@@ -1,5 +1,6 @@
 """Contexts in the hands of other libraries: torch's meshes and compiler, checkpoints, Megatron, transformers; and resharding."""
 
+from parallel_runtime.interop.checkpoint import load_checkpoint, save_checkpoint
 from parallel_runtime.interop.mesh import ContextMesh, device_mesh
 from parallel_runtime.interop.model_state import local_state, model_placement
 from parallel_runtime.interop.moves import Box, Move, Placement, TensorPlacement, bytes_lacking, plan_moves
@@ -13,8 +14,10 @@ __all__ = [
     "TensorPlacement",
     "bytes_lacking",
     "device_mesh",
+    "load_checkpoint",
     "local_state",
     "model_placement",
     "plan_moves",
     "reshard",
+    "save_checkpoint",
 ]
