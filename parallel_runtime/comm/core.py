@@ -8,6 +8,7 @@ from typing import Final, TypeVar, final
 
 import torch
 from torch import Tensor
+from torch.autograd import profiler
 
 from parallel_runtime.comm.communicator import Communicator
 from parallel_runtime.comm.diagnosis import Diagnostician, Failure, different_operations, odd_members
@@ -103,6 +104,9 @@ class GroupCore:
         recorder = traffic.recorder
         recorder.start(entry)
         try:
+            if profiler._is_profiler_enabled:
+                with profiler.record_function(f"{self.name} {_described(operation, tensor)}"):
+                    return call(*args)
             return call(*args)
         except PeerError as exc:
             raise self.named(exc, operation, tensor, sequence, perf_counter() - start) from exc
@@ -161,7 +165,7 @@ class GroupCore:
 
     def named(self, exc: PeerError, operation: str, tensor: Tensor | None, sequence: int, seconds: float) -> PeerError:
         """The error with the group, the sequence number and the operation in its text, and the story where somebody knows it."""
-        what = describe(operation, None, ()) if tensor is None else describe(operation, tensor.dtype, tuple(tensor.shape))
+        what = _described(operation, tensor)
         spec, diagnostician = self.spec, self.diagnostician
         if diagnostician is None:
             return type(exc)(f"{self.name} seq {sequence} {what}: {exc} [members of {self.name}: ranks {spec.ranks}]")
@@ -257,3 +261,7 @@ def _fingerprint(operation: str, agreed: tuple[object, ...]) -> str:
     """What a member entered, like ``"reduce to member 0 sum float32[2, 2]"``."""
     parts = (str(list(part)) if isinstance(part, tuple) else f" {str(part).removeprefix('torch.')}" for part in agreed)
     return operation + "".join(parts)
+
+
+def _described(operation: str, tensor: Tensor | None) -> str:
+    return describe(operation, None, ()) if tensor is None else describe(operation, tensor.dtype, tuple(tensor.shape))
