@@ -1,22 +1,33 @@
-"""Which data-parallel rank serves the next request. Pure: it counts what it handed out, never what workers report.
+"""Which worker serves the next request. Pure: it counts what it handed out, never what workers report.
 
-A load that is counted at dispatch cannot lag, so requests never pile up on a rank whose report is late.
+A load that is counted at dispatch cannot lag, so requests never pile up on a worker whose report is late. A worker is one
+data-parallel rank of one replica.
 """
 
+from collections.abc import Collection, Sequence
 from enum import StrEnum
 from typing import final
 
 from parallel_runtime.errors import ArgumentError
+from parallel_runtime.serving.prefix_map import PrefixMap
 
 __all__ = ["BalancePolicy", "Balancer"]
 
+_MOST_AHEAD = 4
+"""Requests that a worker may have more than the least loaded one and still get another for the sake of its cache."""
+
 
 class BalancePolicy(StrEnum):
-    """How the next rank is chosen."""
+    """How the next worker is chosen.
+
+    ``PREFIX_AFFINITY`` takes the worker that last had a prompt with the same beginning, unless it has some requests more than
+    another; for the rest it is ``LEAST_REQUESTS``.
+    """
 
     ROUND_ROBIN = "round_robin"
     LEAST_REQUESTS = "least_requests"
     LEAST_TOKENS = "least_tokens"
+    PREFIX_AFFINITY = "prefix_affinity"
 
 
 @final
@@ -42,6 +53,7 @@ class Balancer:
         self._chosen_at = list(range(-num_workers, 0))
         self._num_dispatched = 0
         self._in_flight: dict[str, tuple[int, int]] = {}
+        self._prefixes = PrefixMap()
 
     @property
     def requests(self) -> tuple[int, ...]:
@@ -53,29 +65,38 @@ class Balancer:
         """Tokens under way on each worker, as given at dispatch."""
         return tuple(self._tokens)
 
-    def assign(self, request_id: str, *, num_tokens: int = 1) -> int:
+    def assign(
+        self, request_id: str, *, num_tokens: int = 1, prompt: Sequence[int] = (), among: Collection[int] | None = None
+    ) -> int:
         """Choose a worker and count the request there.
 
         Args:
             request_id: Name of the request, not under way yet.
             num_tokens: Its weight for ``LEAST_TOKENS``: prompt tokens plus those it may make.
+            prompt: Its tokens, for ``PREFIX_AFFINITY``.
+            among: Workers that may be chosen; all by default.
 
         Returns:
             The worker's number.
 
         Raises:
-            ArgumentError: ``request_id`` is under way already, or ``num_tokens`` is negative.
+            ArgumentError: ``request_id`` is under way already, ``num_tokens`` is negative, or no worker may be chosen.
         """
         if request_id in self._in_flight:
             raise ArgumentError(f"request {request_id!r} is under way on worker {self._in_flight[request_id][0]} already")
         if num_tokens < 0:
             raise ArgumentError(f"request {request_id!r} cannot have {num_tokens} tokens")
-        worker = min(range(len(self._requests)), key=lambda index: (self._load(index), self._chosen_at[index]))
+        candidates = range(len(self._requests)) if among is None else among
+        if not candidates:
+            raise ArgumentError(f"no worker may have request {request_id!r}; name at least one of {len(self._requests)}")
+        worker = self._choose(candidates, prompt)
         self._chosen_at[worker] = self._num_dispatched
         self._num_dispatched += 1
         self._requests[worker] += 1
         self._tokens[worker] += num_tokens
         self._in_flight[request_id] = (worker, num_tokens)
+        if self._policy is BalancePolicy.PREFIX_AFFINITY:
+            self._prefixes.remember(prompt, worker)
         return worker
 
     def worker_of(self, request_id: str) -> int | None:
@@ -107,10 +128,26 @@ class Balancer:
         self._tokens[worker] -= num_tokens
         return True
 
+    def forget(self, worker: int) -> None:
+        """Note that a worker starts anew, so that nothing of any prompt is left in its cache.
+
+        Args:
+            worker: Its number.
+        """
+        self._prefixes.forget(worker)
+
+    def _choose(self, candidates: Collection[int], prompt: Sequence[int]) -> int:
+        if self._policy is BalancePolicy.PREFIX_AFFINITY:
+            known = self._prefixes.find(prompt)
+            least = min(self._requests[worker] for worker in candidates)
+            if known is not None and known in candidates and self._requests[known] - least <= _MOST_AHEAD:
+                return known
+        return min(candidates, key=lambda worker: (self._load(worker), self._chosen_at[worker]))
+
     def _load(self, worker: int) -> int:
         match self._policy:
-            case BalancePolicy.LEAST_REQUESTS:
-                return self._requests[worker]
+            case BalancePolicy.ROUND_ROBIN:
+                return 0
             case BalancePolicy.LEAST_TOKENS:
                 return self._tokens[worker]
-        return 0
+        return self._requests[worker]

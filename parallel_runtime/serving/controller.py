@@ -1,18 +1,18 @@
 """The front side of data parallelism: which replica serves a request, and who waits for its tokens."""
 
+import secrets
 import threading
-from collections import deque
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
-from queue import SimpleQueue
-from typing import Self, TypeAlias, final
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from typing import final
 
-from parallel_runtime.errors import ArgumentError, ParallelRuntimeError, QueueFullError, RequestError
-from parallel_runtime.serving.balancer import BalancePolicy, Balancer
+from parallel_runtime.errors import ContextStateError, ParallelRuntimeError
+from parallel_runtime.serving.balancer import BalancePolicy
+from parallel_runtime.serving.dispatch import Action, Deliver, Dispatcher, Send
+from parallel_runtime.serving.links import LeaderLinks
 from parallel_runtime.serving.messages import (
-    Abort,
     FinishReason,
     FrontMessage,
     LeaderMessage,
@@ -22,157 +22,151 @@ from parallel_runtime.serving.messages import (
     Shutdown,
     StepOutput,
     Submit,
-    Wake,
-    decode_leader,
-    encode,
 )
+from parallel_runtime.serving.request_stream import RequestResult, RequestStream, Sink
 
-__all__ = ["DataParallelController", "Delivery", "RequestResult", "RequestStream", "Sink"]
-
-Delivery: TypeAlias = tuple[str, StepOutput | ParallelRuntimeError]
-"""The name of a request, and its new tokens or the error that ended it."""
-
-Sink: TypeAlias = SimpleQueue[Delivery]
-"""Where the deliveries of a request go; several requests may share one."""
+__all__ = ["DataParallelController"]
 
 
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequestResult:
-    """Everything one request made.
+@dataclass(slots=True)
+class _Replica:
+    """What the front knows of one replica. ``links`` are of the world that runs now."""
 
-    Attributes:
-        request_id: The request.
-        token_ids: New tokens, a stop token included.
-        finish_reason: Why it ended.
-        dp_rank: The data-parallel rank that served it.
-    """
-
-    request_id: str
-    token_ids: tuple[int, ...]
-    finish_reason: FinishReason
-    dp_rank: int
-
-
-@dataclass(slots=True, kw_only=True)
-class _Pending:
-    sink: Sink
-    dp_rank: int
-    is_sent: bool = False
-    is_unwanted: bool = False
+    links: LeaderLinks | None = None
+    ready: dict[int, Ready] = field(default_factory=dict)
 
 
 @final
 class DataParallelController:
-    """Spreads requests over the leaders of the replicas and hands their tokens to whoever waits.
+    """Spreads requests over the leaders of all replicas and hands their tokens to whoever waits.
 
-    Any thread may submit, abort and wait; one thread calls ``pump`` again and again. Submitting waits for no answer.
+    Any thread may submit, abort and wait; for each replica one thread calls ``pump`` again and again. Submitting waits for no
+    answer. Data-parallel ranks are counted through all replicas: rank ``d`` of replica ``r`` is ``r * dp + d``. When a replica is
+    lost, what it held goes on elsewhere, after the tokens that were handed out.
 
     Args:
-        links: One per data-parallel rank, in that order. Only bytes are exchanged over them. Borrowed.
+        links: To the leaders of the only replica, where its world is there already; ``dp`` is then their number. Borrowed.
+        replicas: Independent worlds, which ``connect`` brings in.
+        dp: Data-parallel ranks of each.
         policy: How requests are spread.
         max_requests: Requests under way on all replicas together; one more is refused at once.
-        lockstep: Whether the replicas compute in step, so that each has to know when another gets a request.
+        max_per_rank: Requests with one data-parallel rank; the rest wait here. ``None`` sets no limit.
+        max_runs: Replicas that may be lost while they run one request, before it is given up.
+        lockstep: Whether the data-parallel ranks of a replica compute in step, so that each must know of another's requests.
+        seed: Base of the seeds of requests that draw tokens and have none; ``None`` draws it.
+
+    Attributes:
+        dp: Data-parallel ranks of each replica.
+        was_ready: Whether there was a time when all replicas served.
 
     Raises:
-        ArgumentError: There is no link, or ``max_requests`` is below 1.
+        ArgumentError: There is no replica or link, or a limit is below 1.
     """
 
     def __init__(
         self,
-        links: Sequence[Connection],
+        links: Sequence[Connection] | None = None,
         *,
+        replicas: int = 1,
+        dp: int = 1,
         policy: BalancePolicy = BalancePolicy.LEAST_REQUESTS,
         max_requests: int = 1024,
+        max_per_rank: int | None = None,
+        max_runs: int = 3,
         lockstep: bool = False,
+        seed: int | None = None,
     ) -> None:
-        if max_requests < 1:
-            raise ArgumentError(f"max_requests={max_requests} must be at least 1")
-        self._links = list(links)
-        self._send_locks = [threading.Lock() for _ in links]
-        self._balancer = Balancer(len(self._links), policy=policy)
-        self._max_requests = max_requests
-        self._lockstep = lockstep
+        self.dp = dp if links is None else len(links)
+        self.was_ready = False
+        self._dispatcher = Dispatcher(
+            replicas,
+            dp=self.dp,
+            policy=policy,
+            most_alive=max_requests,
+            most_per_worker=max_per_rank,
+            max_runs=max_runs,
+            lockstep=lockstep,
+            seed=secrets.randbits(63) if seed is None else seed,
+        )
+        self._replicas = [_Replica() for _ in range(replicas)]
+        self._sinks: dict[str, tuple[Sink, dict[str, int]]] = {}
         self._lock = threading.Lock()
-        self._pending: dict[str, _Pending] = {}
-        self._ready: dict[int, Ready] = {}
+        self._has_news = threading.Condition(self._lock)
         self._failure: ParallelRuntimeError | None = None
-        self._open = set(range(len(self._links)))
-        self._all_ready = threading.Event()
-
-    @property
-    def num_open_links(self) -> int:
-        """Leaders that have not hung up."""
-        return len(self._open)
-
-    @property
-    def has_lost_links(self) -> bool:
-        """Whether a leader has hung up."""
-        return len(self._open) < len(self._links)
+        if links is not None:
+            self.connect(0, links)
+            self._open(0)
 
     @property
     def is_ready(self) -> bool:
-        """Whether every replica has said that it serves."""
-        return len(self._ready) == len(self._links)
+        """Whether every replica serves."""
+        return all(len(replica.ready) == self.dp for replica in self._replicas)
+
+    @property
+    def leaders(self) -> tuple[tuple[int, int], ...]:
+        """Replica and data-parallel rank of each leader that serves."""
+        return tuple((number, rank) for number in range(len(self._replicas)) if self.serves(number) for rank in range(self.dp))
+
+    def num_ranks(self, replica: int) -> int:
+        """Ranks of a replica that serves."""
+        return sum(len(ready.ranks) for ready in self._replicas[replica].ready.values())
 
     @property
     def requests_per_rank(self) -> tuple[int, ...]:
-        """Requests under way on each data-parallel rank."""
+        """Requests with each data-parallel rank of each replica."""
         with self._lock:
-            return self._balancer.requests
+            return self._dispatcher.requests_per_worker
+
+    @property
+    def num_held(self) -> int:
+        """Requests that wait here for a replica with room."""
+        with self._lock:
+            return self._dispatcher.num_held
 
     def wait_ready(self, timeout_s: float | None = None) -> tuple[Ready, ...]:
         """Wait until every replica serves.
 
         Args:
-            timeout_s: Longest wait; ``None`` waits until they serve or one fails.
+            timeout_s: Longest wait; ``None`` waits until they serve or the engine fails.
 
         Returns:
-            What each said, in order of data-parallel rank; fewer where the time was up.
+            What each data-parallel rank said, in their order; fewer where the time was up.
 
         Raises:
-            ParallelRuntimeError: A rank failed first.
+            ParallelRuntimeError: A replica could not be started.
         """
-        self._all_ready.wait(timeout_s)
         with self._lock:
-            if self._failure is not None:
-                raise self._failure
-            return tuple(self._ready[dp_rank] for dp_rank in sorted(self._ready))
+            self._has_news.wait_for(lambda: self._failure is not None or self.is_ready, timeout_s)
+            self._check()
+            return tuple(replica.ready[rank] for replica in self._replicas for rank in sorted(replica.ready))
 
-    def submit(self, request: Request, sink: Sink) -> int:
-        """Send a request to a replica.
+    def submit(self, request: Request, sink: Sink, *, to: int | None = None, places: dict[str, int] | None = None) -> int | None:
+        """Take a request, and send it to a replica as soon as one has room.
 
         Args:
             request: The request; its name is not under way.
             sink: Gets its deliveries; the last one has a finish reason or is an error.
+            to: The data-parallel rank that has to serve it; another one does where that is lost meanwhile.
+            places: Kept up to date with the data-parallel rank that serves the request; 0 until there is one.
 
         Returns:
-            The data-parallel rank it went to.
+            The data-parallel rank it went to, or ``None`` where it waits here.
 
         Raises:
             QueueFullError: ``max_requests`` are under way.
-            RequestError: Its name is under way already.
-            ParallelRuntimeError: A rank has failed.
+            RequestError: Its name is under way already, or ``to`` is no rank that takes requests.
+            ParallelRuntimeError: No replica is left.
         """
         with self._lock:
-            if self._failure is not None:
-                raise self._failure
-            if request.request_id in self._pending:
-                raise RequestError(f"request {request.request_id!r} is alive already; every request needs an id of its own")
-            if len(self._pending) >= self._max_requests:
-                raise QueueFullError(
-                    f"request {request.request_id!r} refused: {len(self._pending)} requests are under way and the limit is "
-                    f"{self._max_requests}; try again later"
-                )
-            dp_rank = self._balancer.assign(request.request_id, num_tokens=request.max_tokens)
-            pending = self._pending[request.request_id] = _Pending(sink=sink, dp_rank=dp_rank)
-        self._send(dp_rank, Submit(request))
-        self._wake_others(dp_rank)
-        with self._lock:
-            pending.is_sent = True
-        if pending.is_unwanted:
-            self._send(dp_rank, Abort(request.request_id))
-        return dp_rank
+            self._check()
+            actions = self._dispatcher.submit(request, to=to)
+            places = {} if places is None else places
+            places.setdefault(request.request_id, 0)
+            self._sinks[request.request_id] = (sink, places)
+            self._do(actions)
+            worker = self._dispatcher.worker_of(request.request_id)
+        self._flush()
+        return worker
 
     def abort(self, request_id: str | None = None) -> None:
         """End a request, or all of them. Its sink gets what it made and a finish reason. Unknown and ended ones are nothing.
@@ -181,29 +175,121 @@ class DataParallelController:
             request_id: The request; ``None`` for all.
         """
         with self._lock:
-            names = list(self._pending) if request_id is None else [request_id]
-            targets = {name: self._pending[name] for name in names if name in self._pending}
-            for pending in targets.values():
-                pending.is_unwanted = True
-        for name, pending in targets.items():
-            if pending.is_sent:
-                self._send(pending.dp_rank, Abort(name))
+            self._do(self._dispatcher.abort(request_id))
+        self._flush()
 
     def shutdown(self) -> None:
         """Tell every replica to abort what runs and leave its loop."""
-        for dp_rank in range(len(self._links)):
-            self._send(dp_rank, Shutdown())
+        for replica in range(len(self._replicas)):
+            self.tell(replica, Shutdown())
 
-    def pump(self, timeout_s: float) -> None:
-        """Hand out what the leaders have said.
+    def connect(self, replica: int, links: Sequence[Connection]) -> None:
+        """Bring in the world of a replica. It gets requests once all its leaders have said that they serve.
+
+        Args:
+            replica: Its number.
+            links: One per data-parallel rank, in that order. Borrowed.
+        """
+        with self._lock:
+            self._replicas[replica] = _Replica(links=LeaderLinks(links))
+
+    def lose(self, replica: int, error: ParallelRuntimeError) -> None:
+        """Take a replica out whose world has failed. What it held goes on elsewhere, or waits here; its pipes are not used again.
+
+        Args:
+            replica: Its number.
+            error: What happened.
+        """
+        with self._lock:
+            self._replicas[replica] = _Replica()
+            self._do(self._dispatcher.lose(replica, error))
+        self._flush()
+
+    def drain(self, replica: int, timeout_s: float | None = None) -> bool:
+        """Give a replica no more requests, and wait until it has ended those it has. ``resume`` ends this, and so does a restart.
+
+        Args:
+            replica: Its number.
+            timeout_s: Longest wait in seconds; ``None`` waits for as long as it takes.
+
+        Returns:
+            Whether it has none left.
+
+        Raises:
+            ParallelRuntimeError: No replica is left.
+        """
+        with self._lock:
+            self._check()
+            self._dispatcher.drain(replica)
+            self._has_news.wait_for(lambda: self._failure is not None or self._dispatcher.is_drained(replica), timeout_s)
+            self._check()
+            return self._dispatcher.is_drained(replica)
+
+    def resume(self, replica: int) -> None:
+        """Give a replica that was drained requests again.
+
+        Args:
+            replica: Its number.
+
+        Raises:
+            ContextStateError: It does not serve.
+        """
+        if len(self._replicas[replica].ready) < self.dp:
+            raise ContextStateError(f"replica {replica} does not serve; it gets requests by itself once it has started")
+        self._open(replica)
+
+    def pump(self, timeout_s: float, *, replica: int = 0) -> frozenset[int]:
+        """Hand out what the leaders of a replica have said.
 
         Args:
             timeout_s: Longest wait for a first message.
+            replica: Its number.
+
+        Returns:
+            Its data-parallel ranks whose leaders have said something.
+
+        Raises:
+            SerializationError: A leader said what is no message.
         """
-        links = {self._links[dp_rank]: dp_rank for dp_rank in self._open}
-        for link in wait(list(links), timeout_s):
-            assert isinstance(link, Connection)
-            self._drain(link, links[link])
+        links = self._replicas[replica].links
+        if links is None:
+            return frozenset()
+        messages = links.read(timeout_s)
+        for dp_rank, message in messages:
+            self._handle(message, replica, dp_rank)
+        links.flush()
+        return frozenset(dp_rank for dp_rank, _ in messages)
+
+    def num_open_links(self, replica: int = 0) -> int:
+        """Leaders of a replica that have not hung up.
+
+        Args:
+            replica: Its number.
+        """
+        links = self._replicas[replica].links
+        return 0 if links is None else len(links.open)
+
+    def serves(self, replica: int) -> bool:
+        """Whether every leader of a replica has said that it serves.
+
+        Args:
+            replica: Its number.
+        """
+        return len(self._replicas[replica].ready) == self.dp
+
+    def tell(self, replica: int, message: FrontMessage) -> None:
+        """Tell every leader of a replica something, if it has a world.
+
+        Args:
+            replica: Its number.
+            message: The message.
+        """
+        with self._lock:
+            links = self._replicas[replica].links
+            if links is not None:
+                for dp_rank in range(self.dp):
+                    links.post(dp_rank, message)
+        self._flush()
 
     def fail(self, error: ParallelRuntimeError) -> None:
         """End every request with an error, and refuse new ones with it. The first failure stays.
@@ -213,40 +299,38 @@ class DataParallelController:
         """
         with self._lock:
             self._failure = self._failure or error
-            ended, self._pending = self._pending, {}
-            for name in ended:
-                self._balancer.release(name)
-        self._all_ready.set()
-        for name, pending in ended.items():
-            pending.sink.put((name, error))
+            self._do(self._dispatcher.fail(error))
+            self._has_news.notify_all()
 
-    def stream(self, requests: Sequence[Request]) -> "RequestStream":
+    def stream(self, requests: Sequence[Request], *, to: int | None = None) -> RequestStream:
         """Serve requests and hand out their tokens as they come.
 
         Args:
             requests: Any number, none included.
+            to: The data-parallel rank that has to serve them.
 
         Returns:
             An iterator; closing it early, or an error in it, aborts what still runs.
         """
-        return RequestStream(self, requests)
+        return RequestStream(self, requests, to=to)
 
-    def gather(self, requests: Sequence[Request]) -> list[RequestResult]:
+    def gather(self, requests: Sequence[Request], *, to: int | None = None) -> list[RequestResult]:
         """Serve requests to their end.
 
         Args:
             requests: Any number, none included.
+            to: The data-parallel rank that has to serve them.
 
         Returns:
             Their results, in the order of ``requests``.
 
         Raises:
             RequestError: One of them can never be served; the others are aborted.
-            ParallelRuntimeError: A rank failed.
+            ParallelRuntimeError: No replica is left, or a request was given up.
         """
         tokens: dict[str, list[int]] = {request.request_id: [] for request in requests}
         reasons: dict[str, FinishReason] = {}
-        with closing(self.stream(requests)) as stream:
+        with closing(self.stream(requests, to=to)) as stream:
             for output in stream:
                 tokens[output.request_id].extend(output.token_ids)
                 if output.finish_reason is not None:
@@ -256,108 +340,49 @@ class DataParallelController:
             for name, made in tokens.items()
         ]
 
-    def _wake_others(self, dp_rank: int) -> None:
-        if self._lockstep:
-            for other in range(len(self._links)):
-                if other != dp_rank:
-                    self._send(other, Wake())
+    def _check(self) -> None:
+        if self._failure is not None:
+            raise self._failure
 
-    def _send(self, dp_rank: int, message: FrontMessage) -> None:
-        """A link that is broken is left to ``pump``, which sees the same and knows the reason."""
-        try:
-            with self._send_locks[dp_rank]:
-                self._links[dp_rank].send_bytes(encode(message))
-        except OSError:
-            return
-
-    def _drain(self, link: Connection, dp_rank: int) -> None:
-        try:
-            while link.poll():
-                self._handle(decode_leader(link.recv_bytes()), dp_rank)
-        except (EOFError, OSError):
-            self._open.discard(dp_rank)
-
-    def _handle(self, message: LeaderMessage, dp_rank: int) -> None:
-        match message:
-            case Ready():
-                with self._lock:
-                    self._ready[dp_rank] = message
-                if self.is_ready:
-                    self._all_ready.set()
-            case Rejected(request_id=name, message=text, queue_full=is_full):
-                self._deliver(name, QueueFullError(text) if is_full else RequestError(text), is_last=True)
-            case StepOutput(request_id=name, finish_reason=reason):
-                self._deliver(name, message, is_last=reason is not None)
-
-    def _deliver(self, name: str, what: StepOutput | ParallelRuntimeError, *, is_last: bool) -> None:
+    def _open(self, replica: int) -> None:
         with self._lock:
-            pending = self._pending.pop(name, None) if is_last else self._pending.get(name)
-            if is_last:
-                self._balancer.release(name)
-        if pending is not None:
-            pending.sink.put((name, what))
+            self._do(self._dispatcher.open(replica))
+            self.was_ready = self.was_ready or self.is_ready
+            self._has_news.notify_all()
+        self._flush()
 
+    def _handle(self, message: LeaderMessage, replica: int, dp_rank: int) -> None:
+        if isinstance(message, Ready):
+            self._replicas[replica].ready[dp_rank] = message
+            if self.serves(replica):
+                self._open(replica)
+        elif isinstance(message, StepOutput | Rejected):
+            with self._lock:
+                self._do(self._dispatcher.take(replica * self.dp + dp_rank, message))
 
-@final
-class RequestStream:
-    """The outputs of several requests, as they come, in one iterator.
+    def _do(self, actions: Sequence[Action]) -> None:
+        """Under the lock: queue what is to be sent, and hand out what is to be delivered."""
+        for action in actions:
+            match action:
+                case Send(worker=worker, message=message):
+                    self._place(worker, message)
+                case Deliver(request_id=name, what=what, is_last=is_last):
+                    sink, _ = self._sinks.pop(name) if is_last else self._sinks[name]
+                    sink.put((name, what))
+                    if is_last:
+                        self._has_news.notify_all()
 
-    No more requests are under way at once than the controller allows; the rest follow as others end.
+    def _place(self, worker: int, message: FrontMessage) -> None:
+        replica, dp_rank = divmod(worker, self.dp)
+        links = self._replicas[replica].links
+        assert links is not None, f"replica {replica} has no world"
+        if isinstance(message, Submit):
+            _, places = self._sinks[message.request.request_id]
+            places[message.request.request_id] = worker
+        links.post(dp_rank, message)
 
-    Args:
-        controller: Serves them. Borrowed.
-        requests: To serve, in this order.
-
-    Attributes:
-        dp_ranks: The data-parallel rank of every request that was sent.
-    """
-
-    def __init__(self, controller: DataParallelController, requests: Sequence[Request]) -> None:
-        self.dp_ranks: dict[str, int] = {}
-        self._controller = controller
-        self._waiting = deque(requests)
-        self._running: set[str] = set()
-        self._sink: Sink = SimpleQueue()
-
-    def __iter__(self) -> Self:
-        return self
-
-    def __next__(self) -> StepOutput:
-        """Wait for the next output.
-
-        Raises:
-            RequestError: A request can never be served.
-            ParallelRuntimeError: A rank failed.
-        """
-        try:
-            self._submit()
-            if not self._running:
-                raise StopIteration
-            name, output = self._sink.get()
-            if not isinstance(output, StepOutput):
-                self._running.discard(name)
-                raise output
-            if output.finish_reason is not None:
-                self._running.discard(name)
-        except BaseException:
-            self.close()
-            raise
-        return output
-
-    def close(self) -> None:
-        """Abort what still runs. Twice is nothing."""
-        self._waiting.clear()
-        running, self._running = self._running, set()
-        for name in sorted(running):
-            self._controller.abort(name)
-
-    def _submit(self) -> None:
-        """Send as many as there is room for; at least one where none of ours runs."""
-        while self._waiting:
-            try:
-                self.dp_ranks[self._waiting[0].request_id] = self._controller.submit(self._waiting[0], self._sink)
-            except QueueFullError:
-                if not self._running:
-                    raise
-                return
-            self._running.add(self._waiting.popleft().request_id)
+    def _flush(self) -> None:
+        for replica in self._replicas:
+            links = replica.links
+            if links is not None and links.has_unsent:
+                links.flush()

@@ -5,33 +5,30 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from enum import StrEnum
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
+from functools import partial
 from os import PathLike, fspath
 from types import TracebackType
-from typing import Literal, Self, TypeAlias, final, get_args
+from typing import Self, Unpack, final
 
 import msgspec
 
-from parallel_runtime.config.parallel_config import ParallelConfig
-from parallel_runtime.errors import ArgumentError, CheckpointError, ContextStateError, RequestError
-from parallel_runtime.launch import LocalRanks
+from parallel_runtime.config import current_environ
+from parallel_runtime.errors import CheckpointError, ContextStateError, RequestError
 from parallel_runtime.models import Checkpoint, Tokenizer, load_tokenizer, open_checkpoint, resolve_model
 from parallel_runtime.serving.arguments import Prompt, prompt_list, sampling_list
-from parallel_runtime.serving.attendant import Attendant
 from parallel_runtime.serving.balancer import BalancePolicy
-from parallel_runtime.serving.controller import DataParallelController, RequestStream
-from parallel_runtime.serving.executors import RankExecutor, ThreadRanks, serve_rank_process
+from parallel_runtime.serving.controller import DataParallelController
+from parallel_runtime.serving.engine_config import EngineConfig, EngineSettings, engine_config, shared_threads
+from parallel_runtime.serving.executors import start_world
 from parallel_runtime.serving.lockstep import needs_lockstep
 from parallel_runtime.serving.messages import Abort, FinishReason, Ready, Request
+from parallel_runtime.serving.replicas import Replicas
+from parallel_runtime.serving.request_stream import RequestStream
 from parallel_runtime.serving.sampling_params import SamplingParams
-from parallel_runtime.serving.serving_config import ServingConfig
 from parallel_runtime.serving.worker import check_servable
 from parallel_runtime.topology.shards import split_layers
 
 __all__ = ["Completion", "Engine", "EngineState", "StreamEvent"]
-
-_Executor: TypeAlias = Literal["processes", "threads"]
 
 
 class EngineState(StrEnum):
@@ -93,36 +90,28 @@ class Engine:
     Methods may be called from several threads. When a rank fails, every call under way and every later one raises its error.
 
     Args:
-        model: ``"smollm2"``, a GGUF file, or a directory with ``config.json`` and safetensors.
-        parallel: Sizes of the world; one rank by default.
-        serving: How to serve.
-        executor: Ranks as ``"processes"`` of this machine or as ``"threads"`` of this process, which suits tests.
+        model: ``"smollm2"``, a GGUF file, or a directory with ``config.json`` and safetensors; or an ``EngineConfig``, which says
+            everything, so that nothing else is given.
+        **settings: Of ``EngineConfig``: ``parallel``, ``replicas``, ``executor``, ``serving``, ``supervision``, ``sampling``.
 
     Attributes:
+        config: Every setting.
         parallel: Sizes of the world.
         serving: How it serves.
 
     Raises:
-        ArgumentError: An argument is of another kind than it must be.
+        ArgumentError: The model is neither a name nor a path, or an ``EngineConfig`` comes with further settings.
         CheckpointError: There is no such model, it cannot be read, or its tensors are not what its config says.
-        ConfigError: The model cannot be cut or served like this; nothing was started.
+        ConfigError: A setting is wrong, or the model cannot be cut or served like this; nothing was started.
         LaunchError: The ranks could not be started.
         RankFailedError: A rank failed while starting.
     """
 
-    def __init__(
-        self,
-        model: str | PathLike[str] = "smollm2",
-        *,
-        parallel: ParallelConfig | None = None,
-        serving: ServingConfig | None = None,
-        executor: _Executor = "processes",
-    ) -> None:
-        _check_arguments(model, parallel, serving, executor)
-        self._model = fspath(model)
-        self.parallel = parallel or ParallelConfig()
-        self.serving = serving or ServingConfig()
-        self._executor = executor
+    def __init__(self, model: str | PathLike[str] | EngineConfig = "smollm2", **settings: Unpack[EngineSettings]) -> None:
+        self.config = engine_config(model, **settings)
+        self._model = self.config.model
+        self.parallel = self.config.parallel
+        self.serving = self.config.serving
         self._state = EngineState.NEW
         self._stack = ExitStack()
         self._names = itertools.count()
@@ -132,6 +121,7 @@ class Engine:
         self._lockstep = False
         self._ready: tuple[Ready, ...] = ()
         self._controller: DataParallelController | None = None
+        self._supervised: Replicas | None = None
 
     def __enter__(self) -> Self:
         """Start the ranks and wait until all of them serve.
@@ -275,19 +265,30 @@ class Engine:
             self._eos_ids = self._tokenizer.eos_ids
 
     def _start(self, stack: ExitStack) -> DataParallelController:
-        fronts, leaders = _open_links(self.parallel.dp, stack)
-        limit = self.serving.max_waiting * self.parallel.dp
-        policy = BalancePolicy(self.serving.balance)
-        controller = DataParallelController(fronts, policy=policy, max_requests=limit, lockstep=self._lockstep)
-        ranks: RankExecutor
-        args = (fspath(resolve_model(self._model)), self.serving, leaders)
-        if self._executor == "threads":
-            ranks = stack.enter_context(ThreadRanks(self.parallel, args=args))
-        else:
-            ranks = stack.enter_context(LocalRanks(serve_rank_process, self.parallel, args=args))
-            for link in leaders:
-                link.close()
-        Attendant(controller, ranks, exit_s=self.parallel.deadlines.exit_s).start(stack)
+        serving, config = self.serving, self.config
+        controller = DataParallelController(
+            replicas=config.replicas,
+            dp=self.parallel.dp,
+            policy=BalancePolicy(serving.balance),
+            max_requests=serving.max_waiting * self.parallel.dp * config.replicas,
+            max_per_rank=serving.max_waiting,
+            max_runs=config.supervision.max_runs,
+            lockstep=self._lockstep,
+            seed=serving.seed,
+        )
+        start = partial(
+            start_world,
+            self.parallel,
+            fspath(resolve_model(self._model)),
+            serving,
+            as_threads=config.executor == "threads",
+            num_threads=shared_threads(config, current_environ()),
+        )
+        replicas = Replicas(
+            controller, start, count=config.replicas, rules=config.supervision, exit_s=self.parallel.deadlines.exit_s
+        )
+        replicas.start(stack)
+        self._supervised = replicas
         return controller
 
     def _make_requests(
@@ -324,28 +325,3 @@ class Engine:
                 )
         finally:
             outputs.close()
-
-
-def _check_arguments(model: object, parallel: object, serving: object, executor: object) -> None:
-    if not isinstance(model, str | PathLike):
-        raise ArgumentError(f"model={model!r} is neither a name nor a path; give 'smollm2', a .gguf file or a model's directory")
-    if not isinstance(parallel, ParallelConfig | None):
-        raise ArgumentError(f"parallel={parallel!r} is no ParallelConfig; give sizes by name, such as ParallelConfig(tp=2)")
-    if not isinstance(serving, ServingConfig | None):
-        raise ArgumentError(
-            f"serving={serving!r} is no ServingConfig; give settings by name, such as ServingConfig(page_size=16)"
-        )
-    if executor not in get_args(_Executor):
-        raise ArgumentError(f"executor={executor!r} is unknown; ranks are {' or '.join(map(repr, get_args(_Executor)))}")
-
-
-def _open_links(count: int, stack: ExitStack) -> tuple[list[Connection], list[Connection]]:
-    """Private two-way pipes: the front's ends and the leaders'."""
-    fronts, leaders = [], []
-    for _ in range(count):
-        front, leader = Pipe(duplex=True)
-        stack.callback(front.close)
-        stack.callback(leader.close)
-        fronts.append(front)
-        leaders.append(leader)
-    return fronts, leaders

@@ -2,19 +2,24 @@
 
 import threading
 from collections.abc import Sequence
+from contextlib import ExitStack
+from itertools import chain
+from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Protocol, Self, final
 
+import torch
+
 from parallel_runtime.config.parallel_config import ParallelConfig
 from parallel_runtime.context import ParallelContext
 from parallel_runtime.errors import LaunchError
-from parallel_runtime.launch import run_threads
+from parallel_runtime.launch import LocalRanks, run_threads
 from parallel_runtime.serving.scheduler import Scheduler
 from parallel_runtime.serving.serving_config import ServingConfig
 from parallel_runtime.serving.worker import TpModelWorker
 
-__all__ = ["RankExecutor", "ThreadRanks", "serve_rank", "serve_rank_process"]
+__all__ = ["RankExecutor", "ThreadRanks", "serve_rank", "serve_rank_process", "start_world"]
 
 
 class RankExecutor(Protocol):
@@ -62,7 +67,9 @@ def serve_rank(ctx: ParallelContext, model: str, config: ServingConfig, links: S
             link.close()
 
 
-def serve_rank_process(ctx: ParallelContext, model: str, config: ServingConfig, links: Sequence[Connection]) -> None:
+def serve_rank_process(
+    ctx: ParallelContext, model: str, config: ServingConfig, links: Sequence[Connection], num_threads: int | None = None
+) -> None:
     """``serve_rank`` in a process of its own, which got a copy of every link and keeps none that belongs to another rank.
 
     Args:
@@ -70,16 +77,60 @@ def serve_rank_process(ctx: ParallelContext, model: str, config: ServingConfig, 
         model: Name or path of the model.
         config: How to serve it.
         links: As for ``serve_rank``.
+        num_threads: Intra-op threads of this rank, where other replicas share the cores; ``None`` leaves the launcher's.
 
     Raises:
         ParallelRuntimeError: As for ``serve_rank``.
     """
+    if num_threads is not None:
+        torch.set_num_threads(num_threads)
     coordinate = ctx.coordinate
     leads = coordinate.tp == coordinate.cp == coordinate.pp == 0
     for dp_rank, link in enumerate(links):
         if not leads or dp_rank != coordinate.dp:
             link.close()
     serve_rank(ctx, model, config, links)
+
+
+def start_world(
+    parallel: ParallelConfig,
+    model: str,
+    config: ServingConfig,
+    stack: ExitStack,
+    *,
+    as_threads: bool = False,
+    num_threads: int | None = None,
+) -> tuple[RankExecutor, list[Connection]]:
+    """Start the ranks of one world.
+
+    Args:
+        parallel: Of the context that each rank enters.
+        model: Name or path of the model.
+        config: How to serve it.
+        stack: Ends the ranks, and closes the links.
+        as_threads: Whether ranks are threads of this process.
+        num_threads: As for ``serve_rank_process``.
+
+    Returns:
+        The ranks, and the front's ends of the links to their leaders, one per data-parallel rank.
+
+    Raises:
+        LaunchError: The ranks could not be started.
+        ParallelRuntimeError: As for ``LocalRanks``.
+    """
+    pipes = [Pipe(duplex=True) for _ in range(parallel.dp)]
+    for link in chain.from_iterable(pipes):
+        stack.callback(link.close)
+    fronts, leaders = [front for front, _ in pipes], [leader for _, leader in pipes]
+    ranks: RankExecutor
+    if as_threads:
+        ranks = stack.enter_context(ThreadRanks(parallel, args=(model, config, leaders)))
+    else:
+        args = (model, config, leaders, num_threads)
+        ranks = stack.enter_context(LocalRanks(serve_rank_process, parallel, args=args))
+        for link in leaders:
+            link.close()
+    return ranks, fronts
 
 
 @final

@@ -13,6 +13,7 @@ from typing import Self, final
 from parallel_runtime.config import ParallelConfig
 from parallel_runtime.context import ParallelContext
 from parallel_runtime.launch import run_threads
+from parallel_runtime.models import open_checkpoint
 from parallel_runtime.serving import (
     Batch,
     DataParallelController,
@@ -23,8 +24,9 @@ from parallel_runtime.serving import (
     TpModelWorker,
 )
 from parallel_runtime.serving.balancer import BalancePolicy
-from parallel_runtime.serving.controller import Delivery
+from parallel_runtime.serving.lockstep import needs_lockstep
 from parallel_runtime.serving.messages import Shutdown, StepOutput, encode
+from parallel_runtime.serving.request_stream import Delivery
 
 __all__ = ["Replicas"]
 
@@ -36,13 +38,15 @@ class Replicas:
     """The world of ``parallel`` serving ``model``; requests go round the data-parallel ranks, beginning with 0.
 
     Args:
-        model: Directory of a model with experts that span the data-parallel ranks.
+        model: Directory of a model.
         parallel: Sizes of the world.
+        serving: How to serve.
         at_batch: Called with a rank and a batch before it runs.
         at_end: Called with the context of every rank that leaves its loop well.
 
     Attributes:
         batches: Tokens of each batch, for each rank.
+        workers: Of each rank.
         errors: What the loop of each rank raised.
         failure: What ``run_threads`` raised.
     """
@@ -52,6 +56,7 @@ class Replicas:
         model: Path,
         parallel: ParallelConfig,
         *,
+        serving: ServingConfig | None = None,
         at_batch: Callable[[int, Batch], None] = lambda rank, batch: None,
         at_end: Callable[[ParallelContext], None] = lambda ctx: None,
     ) -> None:
@@ -59,10 +64,12 @@ class Replicas:
         self.errors: dict[int, BaseException] = {}
         self.failure: BaseException | None = None
         self._model, self._parallel = model, parallel
+        self._serving = serving or ServingConfig(page_size=4)
+        self.workers: dict[int, TpModelWorker] = {}
         self._at_batch, self._at_end = at_batch, at_end
         self._stack = ExitStack()
         self._fronts, self._leaders = self._open_links()
-        self.controller = DataParallelController(self._fronts, policy=BalancePolicy.ROUND_ROBIN, lockstep=True)
+        self.controller = DataParallelController(self._fronts, policy=BalancePolicy.ROUND_ROBIN, lockstep=_spans(model, parallel))
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._pump = threading.Thread(target=self._attend, daemon=True)
         self._names = iter(range(1000))
@@ -129,7 +136,8 @@ class Replicas:
     def _serve(self, ctx: ParallelContext) -> None:
         place = ctx.coordinate
         link = self._leaders[place.dp] if place.tp == place.pp == 0 else None
-        worker = TpModelWorker(ctx, model=self._model, config=ServingConfig(page_size=4))
+        worker = TpModelWorker(ctx, model=self._model, config=self._serving)
+        self.workers[ctx.rank] = worker
         try:
             Scheduler(ctx, worker, link=link, observer=lambda batch: self._observe(ctx.rank, batch)).run()
         except BaseException as error:
@@ -145,3 +153,8 @@ class Replicas:
         while self._thread.is_alive():
             self.controller.pump(0.05)
         self.controller.pump(0)
+
+
+def _spans(model: Path, parallel: ParallelConfig) -> bool:
+    with open_checkpoint(model) as checkpoint:
+        return needs_lockstep(parallel, checkpoint.config.shape)

@@ -47,3 +47,34 @@ def test_refusals() -> None:
     with pytest.raises(ArgumentError, match="cannot have -1 tokens"):
         balancer.assign("b", num_tokens=-1)
     assert balancer.requests == (1,)
+    with pytest.raises(ArgumentError, match="no worker may have request 'b'; name at least one of 1"):
+        balancer.assign("b", among=[])
+
+
+@given(st.sampled_from(list(BalancePolicy)), st.lists(st.sets(st.integers(0, 3), min_size=1), max_size=20))
+def test_only_workers_that_may_are_chosen(policy: BalancePolicy, allowed: list[set[int]]) -> None:
+    balancer = Balancer(4, policy=policy)
+    for index, among in enumerate(allowed):
+        worker = balancer.assign(str(index), prompt=range(32), among=sorted(among))
+        assert worker in among
+        if policy is BalancePolicy.LEAST_REQUESTS:
+            assert balancer.requests[worker] - 1 == min(balancer.requests[w] - (w == worker) for w in among)
+
+
+def test_a_prompt_goes_where_its_beginning_is_known() -> None:
+    balancer = Balancer(3, policy=BalancePolicy.PREFIX_AFFINITY)
+    shared, other = tuple(range(40)), tuple(range(100, 140))
+    assert [balancer.assign(str(n), prompt=(*prompt, n)) for n, prompt in enumerate((shared, other, shared))] == [0, 1, 0]
+    assert balancer.assign("short", prompt=shared[:10]) == 2, "less than a block says nothing"
+    assert balancer.assign("first block", prompt=(*shared[:16], *other)) == 0
+    assert balancer.assign("not allowed", prompt=shared, among=[1, 2]) in (1, 2)
+    balancer.forget(1)
+    assert balancer.assign("forgotten", prompt=other) == 2
+
+
+def test_a_known_beginning_does_not_pile_requests_up() -> None:
+    balancer = Balancer(2, policy=BalancePolicy.PREFIX_AFFINITY)
+    for number in range(40):
+        balancer.assign(str(number), prompt=range(64))
+    assert sum(balancer.requests) == 40
+    assert max(balancer.requests) - min(balancer.requests) <= 5

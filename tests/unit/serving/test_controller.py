@@ -8,11 +8,12 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
 
+import msgspec
 import pytest
 
-from parallel_runtime.errors import ArgumentError, PeerLostError, QueueFullError, RequestError
+from parallel_runtime.errors import ArgumentError, ContextStateError, PeerLostError, QueueFullError, RequestError
 from parallel_runtime.serving.balancer import BalancePolicy
-from parallel_runtime.serving.controller import DataParallelController, Delivery
+from parallel_runtime.serving.controller import DataParallelController
 from parallel_runtime.serving.messages import (
     Abort,
     FinishReason,
@@ -28,6 +29,7 @@ from parallel_runtime.serving.messages import (
     decode_front,
     encode,
 )
+from parallel_runtime.serving.request_stream import Delivery
 from parallel_runtime.serving.sampling_params import SamplingParams
 
 
@@ -102,7 +104,9 @@ def test_the_limit_and_double_names_are_refused_at_once(stage: Stage) -> None:
     with pytest.raises(QueueFullError, match="'d' refused: 3 requests are under way and the limit is 3"):
         stage.controller.submit(make("d"), stage.sink)
     with pytest.raises(ArgumentError, match="max_requests=0"):
-        DataParallelController([], max_requests=0)
+        DataParallelController(max_requests=0)
+    with pytest.raises(ArgumentError, match="dp=0"):
+        DataParallelController([])
 
 
 def test_abort_goes_where_the_request_is(stage: Stage) -> None:
@@ -118,26 +122,42 @@ def test_abort_goes_where_the_request_is(stage: Stage) -> None:
     assert (stage.heard(0), stage.heard(1)) == ([Abort("a"), Abort("c")], [])
 
 
-class AbortingLink:
-    """A link over which a request is being sent while another thread aborts it."""
-
-    def __init__(self) -> None:
-        self.controller: DataParallelController | None = None
-        self.sent: list[FrontMessage] = []
-
-    def send_bytes(self, payload: bytes) -> None:
-        message = decode_front(payload)
-        if isinstance(message, Submit):
-            assert self.controller is not None
-            self.controller.abort(message.request.request_id)
-        self.sent.append(message)
-
-
 def test_an_abort_never_overtakes_its_request() -> None:
-    link = AbortingLink()
-    link.controller = DataParallelController([link])  # type: ignore[list-item]  # as much of a link as is needed
-    link.controller.submit(make("a"), SimpleQueue())
-    assert link.sent == [Submit(make("a")), Abort("a")]
+    """Another thread aborts the request while it is being sent."""
+    front, leader = Pipe()
+    with front, leader:
+        controller = DataParallelController([front])
+
+        class AbortingLink:
+            def fileno(self) -> int:
+                return front.fileno()
+
+            def send_bytes(self, payload: bytes) -> None:
+                if isinstance(message := decode_front(payload), Submit):
+                    controller.abort(message.request.request_id)
+                front.send_bytes(payload)
+
+        controller.connect(0, [AbortingLink()])  # type: ignore[list-item]  # as much of a link as is needed
+        controller.submit(make("a"), SimpleQueue())
+        assert [decode_front(leader.recv_bytes()) for _ in range(2)] == [Submit(make("a")), Abort("a")]
+
+
+def test_a_leader_that_does_not_read_holds_up_nobody() -> None:
+    """More than the pipe takes: the caller goes on, and all of it arrives in order once somebody reads."""
+    front, leader = Pipe()
+    with front, leader:
+        controller = DataParallelController([front], max_requests=1000)
+        names = [f"r{number}" for number in range(200)]
+        for name in names:
+            controller.submit(make(name, length=2000), SimpleQueue())
+        heard: list[str] = []
+        while len(heard) < len(names):
+            assert leader.poll(5.0)
+            message = decode_front(leader.recv_bytes())
+            assert isinstance(message, Submit)
+            heard.append(message.request.request_id)
+            controller.pump(0.0)
+        assert heard == names
 
 
 def test_shutdown_reaches_every_leader_that_is_there(stage: Stage) -> None:
@@ -172,8 +192,7 @@ def test_a_failure_ends_all_and_stays(stage: Stage) -> None:
 def test_a_leader_that_hangs_up_is_noticed(stage: Stage) -> None:
     stage.leaders[0].close()
     stage.controller.pump(1.0)
-    assert stage.controller.has_lost_links
-    assert stage.controller.num_open_links == 1
+    assert stage.controller.num_open_links() == 1
 
 
 def play(stage: Stage, is_over: threading.Event) -> None:
@@ -263,3 +282,109 @@ def test_in_lockstep_every_leader_hears_of_every_request() -> None:
         assert stage.heard(0) == [Submit(make("a")), Wake()]
         assert stage.heard(1) == [Wake(), Submit(make("b"))]
         assert stage.heard(2) == [Wake(), Wake()]
+
+
+READY = Ready(dp_rank=0, num_blocks=1, page_size=1, max_request_tokens=9, vocab_size=9)
+
+
+@pytest.fixture
+def pair() -> Iterator[Stage]:
+    """Two replicas of one rank each, the second of which does not serve yet."""
+    with ExitStack() as stack:
+        controller = DataParallelController(replicas=2, max_requests=9, seed=3)
+        leaders = []
+        for replica in range(2):
+            front, leader = Pipe()
+            stack.enter_context(front)
+            leaders.append(stack.enter_context(leader))
+            controller.connect(replica, [front])
+        stage = Stage(controller, leaders)
+        stage.say(0, READY)
+        yield stage
+
+
+def serve(stage: Stage, replica: int, *messages: LeaderMessage) -> None:
+    for message in messages:
+        stage.leaders[replica].send_bytes(encode(message))
+    stage.controller.pump(1.0, replica=replica)
+
+
+def test_a_replica_gets_requests_once_it_serves(pair: Stage) -> None:
+    assert [pair.controller.submit(make(name), pair.sink) for name in "ab"] == [0, 0]
+    assert not pair.controller.is_ready
+    serve(pair, 1, READY)
+    assert pair.controller.wait_ready() == (READY, READY)
+    assert pair.controller.submit(make("c"), pair.sink) == 1
+
+
+def test_what_a_lost_replica_held_goes_on_elsewhere(pair: Stage) -> None:
+    serve(pair, 1, READY)
+    for name in "ab":
+        pair.controller.submit(make(name, new=4), pair.sink)
+    assert pair.heard(1) == [Submit(make("b", new=4))]
+    serve(pair, 1, StepOutput(request_id="b", token_ids=(5,)))
+    pair.heard(0)
+    pair.controller.lose(1, PeerLostError("gone"))
+    assert pair.heard(0) == [Submit(msgspec.structs.replace(make("b", new=4), made=(5,)))]
+    assert pair.controller.pump(0.0, replica=1) == frozenset()
+    serve(pair, 0, StepOutput(request_id="b", token_ids=(6,)), end("b", 7, 8))
+    assert [what.token_ids for name, what in pair.delivered() if isinstance(what, StepOutput)] == [(5,), (6,), (7, 8)]
+
+
+def test_requests_wait_while_no_replica_serves(pair: Stage) -> None:
+    pair.controller.lose(0, PeerLostError("gone"))
+    assert pair.controller.submit(make("a"), pair.sink) is None
+    assert pair.controller.num_held == 1
+    serve(pair, 1, READY)
+    assert (pair.controller.num_held, pair.heard(1)) == (0, [Submit(make("a"))])
+
+
+def test_a_drained_replica_ends_what_it_has_and_gets_nothing_new(pair: Stage) -> None:
+    serve(pair, 1, READY)
+    pair.controller.submit(make("a"), pair.sink)
+    assert not pair.controller.drain(0, timeout_s=0.0)
+    assert [pair.controller.submit(make(name), pair.sink) for name in "bc"] == [1, 1]
+    with pytest.raises(RequestError, match="'d' is for worker 0, but replica 0 takes no more requests"):
+        pair.controller.submit(make("d"), pair.sink, to=0)
+    serve(pair, 0, end("a", 5))
+    assert pair.controller.drain(0)
+    pair.controller.resume(0)
+    assert pair.controller.submit(make("d"), pair.sink) == 0
+    pair.controller.lose(0, PeerLostError("gone"))
+    with pytest.raises(ContextStateError, match="replica 0 does not serve"):
+        pair.controller.resume(0)
+
+
+def test_a_request_may_be_for_one_rank(pair: Stage) -> None:
+    with pytest.raises(RequestError, match="'a' is for worker 1, but replica 1 does not serve"):
+        pair.controller.submit(make("a"), pair.sink, to=1)
+    with pytest.raises(RequestError, match="'a' is for worker 2; there are 2, 0 to 1"):
+        pair.controller.submit(make("a"), pair.sink, to=2)
+    serve(pair, 1, READY)
+    assert [pair.controller.submit(make(name), pair.sink, to=1) for name in "abc"] == [1, 1, 1]
+
+
+def test_a_full_rank_leaves_the_rest_waiting() -> None:
+    front, leader = Pipe()
+    with front, leader:
+        controller = DataParallelController([front], max_per_rank=1)
+        stage = Stage(controller, [leader])
+        assert [controller.submit(make(name), stage.sink) for name in "ab"] == [0, None]
+        assert stage.heard(0) == [Submit(make("a"))]
+        stage.say(0, end("a", 1))
+        assert stage.heard(0) == [Submit(make("b"))]
+        controller.submit(make("c"), stage.sink)
+        stage.delivered()
+        controller.abort("c")
+        assert stage.delivered() == [("c", end("c", reason=FinishReason.ABORT))]
+
+
+def test_every_replica_draws_the_same_tokens_for_a_request(pair: Stage) -> None:
+    drawing = Request(request_id="a", prompt=(1,), sampling=SamplingParams(temperature=1.0))
+    pair.controller.submit(drawing, pair.sink)
+    (first,) = pair.heard(0)
+    serve(pair, 1, READY)
+    pair.controller.lose(0, PeerLostError("gone"))
+    assert pair.heard(1) == [first]
+    assert isinstance(first, Submit)
+    assert first.request.sampling.seed is not None

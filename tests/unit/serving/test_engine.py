@@ -12,7 +12,7 @@ import pytest
 
 from parallel_runtime.config import Deadlines, ParallelConfig
 from parallel_runtime.errors import ArgumentError, CheckpointError, ConfigError, ContextStateError, RankFailedError, RequestError
-from parallel_runtime.serving import Engine, EngineState, FinishReason, SamplingParams, ServingConfig, StreamEvent
+from parallel_runtime.serving import Engine, EngineConfig, EngineState, FinishReason, SamplingParams, ServingConfig, StreamEvent
 from parallel_runtime.testing.checkpoints import tiny_moe_config, write_safetensors_checkpoint
 from tests.spmd.tiny_models import PROMPTS, greedy_reference, write_tiny_model
 
@@ -77,15 +77,16 @@ def test_impossible_settings_start_nothing(model: Path) -> None:
     ("arguments", "text"),
     [
         ({"model": 5}, "model=5 is neither a name nor a path; give 'smollm2'"),
-        ({"parallel": 2}, r"parallel=2 is no ParallelConfig; give sizes by name, such as ParallelConfig\(tp=2\)"),
-        ({"parallel": {"tp": 2}}, "is no ParallelConfig"),
-        ({"serving": ParallelConfig()}, "serving=.* is no ServingConfig"),
-        ({"executor": "thread"}, "executor='thread' is unknown; ranks are 'processes' or 'threads'"),
-        ({"executor": []}, r"executor=\[\] is unknown"),
+        ({"parallel": 2}, "parallel=2 should be a valid dictionary or instance of ParallelConfig"),
+        ({"serving": ParallelConfig()}, "serving=.* should be a valid dictionary or instance of ServingConfig"),
+        ({"executor": "thread"}, "executor='thread' should be 'processes' or 'threads'"),
+        ({"executor": []}, r"executor=\[\] should be 'processes' or 'threads'"),
+        ({"tp": 2}, "tp=2: EngineConfig has no setting 'tp'; did you mean 'parallel'?"),
+        ({"model": EngineConfig(), "replicas": 2}, "an EngineConfig says everything, and replicas came beside it"),
     ],
 )
 def test_arguments_of_another_kind_are_refused_at_once(arguments: dict[str, Any], text: str) -> None:
-    with pytest.raises(ArgumentError, match=text):
+    with pytest.raises((ArgumentError, ConfigError), match=text):
         Engine(**arguments)
 
 
