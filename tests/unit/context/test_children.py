@@ -15,11 +15,17 @@ from parallel_runtime.errors import ArgumentError, ConfigError, ContextStateErro
 from parallel_runtime.launch import run_threads
 from parallel_runtime.terms import Rank
 
-BACKENDS = pytest.mark.parametrize("backend", ["local", "gloo"])
+BACKENDS = pytest.mark.parametrize("backend", ["local", "shm", "gloo"])
 
 
 def world(size: int, backend: str = "local", **settings: object) -> ParallelConfig:
-    return ParallelConfig.model_validate({"tp": size, "backend": backend, **settings})
+    own = {"backend": "local"} if backend == "local" else {"backend": "gloo", "shm": "on" if backend == "shm" else "off"}
+    return ParallelConfig.model_validate({"tp": size, **own, **settings})
+
+
+def kind_of(ctx: ParallelContext) -> str:
+    """What ``world`` was told."""
+    return "shm" if ctx.config.shm == "on" else ctx.config.backend
 
 
 def use_until_it_fails(context: ParallelContext) -> None:
@@ -34,7 +40,7 @@ def total(context: ParallelContext, value: float = 1.0) -> float:
 @BACKENDS
 def test_a_child_is_another_topology_over_the_same_world(backend: str) -> None:
     def work(ctx: ParallelContext) -> None:
-        with ctx.derive(ParallelConfig(pp=2, dp=-1, backend=ctx.config.backend), name="draft") as child:
+        with ctx.derive(world(1, backend, pp=2, dp=-1), name="draft") as child:
             assert child.parent is ctx
             assert ctx.parent is None
             assert (child.config.dp, child.rank, child.world_size) == (2, ctx.rank, 4)
@@ -71,7 +77,7 @@ def test_other_options_are_not_shared() -> None:
             child.tp.barrier()
             assert ctx.tp.recent() == ()
 
-    run_threads(work, world(2, "gloo", shm="auto"), timeout_s=60)
+    run_threads(work, world(2, "shm"), timeout_s=60)
 
 
 @BACKENDS
@@ -121,7 +127,7 @@ def test_three_deep_the_parent_closes_all_newest_first(backend: str) -> None:
 
         chain = [ctx.derive(world(2, backend)).__enter__()]
         chain.append(chain[0].duplicate("b").__enter__())
-        chain.append(chain[1].derive(ParallelConfig(pp=2, backend=ctx.config.backend)).__enter__())
+        chain.append(chain[1].derive(world(1, backend, pp=2)).__enter__())
         beside = chain[0].derive(world(2, backend)).__enter__()
         for name, context in zip("abcd", (*chain, beside), strict=True):
             context._probe = Watch(name)  # type: ignore[assignment]  # a probe that only listens
@@ -162,7 +168,7 @@ def test_an_exception_in_the_parent_closes_the_child_without_waiting() -> None:
 
 def test_children_of_pretended_ranks_are_pretended() -> None:
     with (
-        ParallelContext(world(4, "fake"), identity=Identity(rank=Rank(2), world_size=4)) as ctx,
+        ParallelContext(ParallelConfig(tp=4, backend="fake"), identity=Identity(rank=Rank(2), world_size=4)) as ctx,
         ctx.derive(ParallelConfig(pp=4)) as child,
     ):
         assert child.pp.rank_in_group == 2
@@ -200,7 +206,7 @@ def test_survivors_go_on_three_times_in_a_row(backend: str) -> None:
     def go_on(ctx: ParallelContext, ranks: Sequence[Rank], seen: list[tuple[int, ...]]) -> None:
         if len(ranks) == 1:
             return
-        config = world(len(ranks), ctx.config.backend, ranks=tuple(ranks), deadlines=Deadlines(collective_s=20))
+        config = world(len(ranks), kind_of(ctx), ranks=tuple(ranks), deadlines=Deadlines(collective_s=20))
         with ParallelContext(config, identity=ctx.identity, store=ctx.store, hub=ctx.hub) as smaller:
             assert total(smaller) == len(ranks)
             if ctx.rank == max(ranks):
@@ -229,7 +235,7 @@ def test_who_counts_survivors_releases_those_that_wait_for_it(backend: str) -> N
     """Rank 3 gives up, its tp peer 2 notices; rank 0 waits for rank 2 in dp, and must not wait on."""
 
     def work(ctx: ParallelContext) -> tuple[int, ...]:
-        config = world(2, ctx.config.backend, dp=2, deadlines=Deadlines(collective_s=30))
+        config = world(2, kind_of(ctx), dp=2, deadlines=Deadlines(collective_s=30))
         try:
             with ParallelContext(config, identity=ctx.identity, store=ctx.store, hub=ctx.hub) as broken:
                 if ctx.rank == 3:
@@ -282,7 +288,7 @@ def test_store_keys_are_back_where_they_were(backend: str, how: str) -> None:
                 suppress(KeyError),
                 ParallelContext(world(2, backend), identity=ctx.identity, store=ctx.store, hub=ctx.hub) as other,
             ):
-                with other.derive(ParallelConfig(pp=2, backend=other.config.backend)) as child:
+                with other.derive(world(1, backend, pp=2)) as child:
                     child.open_group("tp", "pp").barrier()
                 if how == "raise":
                     raise KeyError
@@ -298,3 +304,70 @@ def test_store_keys_are_back_where_they_were(backend: str, how: str) -> None:
 def test_what_is_no_process_group_is_not_adopted() -> None:
     with pytest.raises(ArgumentError, match=r"expected a torch\.distributed process group, got HashStore"):
         ParallelContext.adopt(hash_store(), ParallelConfig())
+
+
+@BACKENDS
+@pytest.mark.parametrize("how", ["normally", "by an exception"])
+def test_a_peer_that_leaves_only_the_child_is_noticed_at_once(backend: str, how: str) -> None:
+    """Parent and child share their connections, which stay whole."""
+    over = threading.Event()
+
+    def work(ctx: ParallelContext) -> str:
+        try:
+            with suppress(KeyError), ctx.derive(ctx.config, name="draft") as child:
+                child.tp.barrier()
+                if ctx.rank == 1 and how == "by an exception":
+                    raise KeyError("boom-42")
+                if ctx.rank == 0:
+                    child.tp.barrier()
+        except PeerError as error:
+            return f"{type(error).__name__} {error.ranks} {error}"
+        finally:
+            if ctx.rank == 0:
+                over.set()
+        assert over.wait(20)  # it stays in the parent
+        return ""
+
+    told, nothing = run_threads(work, world(2, backend, deadlines=Deadlines(collective_s=60)), timeout_s=40)
+    assert told.startswith("PeerLostError (1,) draft.tp#0 seq 2 barrier() lost rank 1 of [0, 1]"), told
+    assert ("has left the context normally" if how == "normally" else "by an exception: KeyError: 'boom-42'") in told
+    assert nothing == ""
+
+
+@BACKENDS
+def test_a_rank_that_never_comes_to_the_child_because_it_left_the_parent_is_noticed_at_once(backend: str) -> None:
+    def work(ctx: ParallelContext) -> str:
+        config = world(2, backend, deadlines=Deadlines(join_s=60))
+        with (
+            suppress(KeyError),
+            ParallelContext(config, identity=ctx.identity, store=ctx.store, hub=ctx.hub) as outer,
+        ):
+            if ctx.rank == 1:
+                raise KeyError("boom-42")
+            with pytest.raises(RendezvousError) as caught:
+                outer.duplicate("second").__enter__()
+            return str(caught.value)
+        return ""
+
+    told = run_threads(work, world(2, backend), timeout_s=20)[0]
+    assert told == "rank 1 has left (KeyError: 'boom-42')"
+
+
+def test_a_family_answers_from_one_thread_and_one_socket() -> None:
+    """Each context for itself: a child of one of them has its own operations and its own blame."""
+
+    def work(ctx: ParallelContext) -> None:
+        ctx.world.barrier()
+        before = sum(thread.name == "parallel-runtime-monitor" for thread in threading.enumerate())
+        ctx.world.barrier()
+        with ctx.derive(ctx.config) as child, child.duplicate("second") as second:
+            second.world.barrier()
+            assert sum(thread.name == "parallel-runtime-monitor" for thread in threading.enumerate()) == before
+            assert second._monitor is not None
+            assert child._monitor is not None
+            mine = [monitor.reports([1 - ctx.rank])[1 - ctx.rank] for monitor in (child._monitor, second._monitor)]
+            assert [len(report.connections[0].tail) for report in mine] == [2, 1]
+            second.world.barrier()
+        ctx.world.barrier()
+
+    run_threads(work, world(2, "gloo"), timeout_s=30)
