@@ -1,11 +1,15 @@
 """``parallel-runtime generate``: continue prompts with a model on several ranks, and show it as it happens."""
 
 import argparse
+import json
+import signal
 import sys
+import threading
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
-from typing import Any, Protocol, Self, TextIO, final
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from types import FrameType
+from typing import Any, NoReturn, Protocol, Self, TextIO, final
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -17,6 +21,22 @@ from parallel_runtime.errors import RequestError
 from parallel_runtime.serving import Engine, Prompt, SamplingParams, ServingConfig, StreamEvent
 
 __all__ = ["add_generate", "run_generate"]
+
+_SAMPLING_FLAGS = (
+    ("--max-new-tokens", int, 48, "N", "tokens to make at most (default 48)"),
+    ("--min-new-tokens", int, 0, "N", "tokens to make at least"),
+    ("--temperature", float, 0.0, "T", "0 (default) takes the most likely token"),
+    ("--top-k", int, None, "K", "draw among the K most likely tokens"),
+    ("--top-p", float, 1.0, "P", "draw among the likeliest that reach P"),
+    ("--min-p", float, 0.0, "P", "draw among tokens at least P times as likely as the likeliest"),
+    ("--repetition-penalty", float, 1.0, "X", "divide the logits of tokens seen by X; 1 (default) changes nothing"),
+    ("--presence-penalty", float, 0.0, "X", "take X off the logits of tokens made"),
+    ("--frequency-penalty", float, 0.0, "X", "take X off the logits of tokens made, as often as they were"),
+    ("--seed", int, None, "N", "makes draws repeatable"),
+    ("--n", int, 1, "N", "answers to each prompt"),
+    ("--logprobs", int, None, "N", "with --json: log-probabilities of each token and of the N likeliest"),
+)
+"""Flag, type, default, placeholder and help; each is the setting of ``SamplingParams`` with that name."""
 
 
 def add_generate(commands: "argparse._SubParsersAction[Any]") -> None:
@@ -36,11 +56,11 @@ def add_generate(commands: "argparse._SubParsersAction[Any]") -> None:
     parser.add_argument("--model", default="smollm2", help="smollm2 (default), a .gguf file or a directory with config.json")
     for axis, what in (("tp", "tensor"), ("pp", "pipeline"), ("dp", "data")):
         parser.add_argument(f"--{axis}", type=int, default=1, metavar="N", help=f"{what}-parallel size")
-    parser.add_argument("--max-new-tokens", type=int, default=48, metavar="N", help="tokens to make at most (default 48)")
-    parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 (default) takes the most likely token")
-    parser.add_argument("--top-k", type=int, default=None, metavar="K", help="draw among the K most likely tokens")
-    parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="draw among the likeliest that reach P")
-    parser.add_argument("--seed", type=int, default=None, metavar="N", help="makes draws repeatable")
+    for flag, kind, default, metavar, what in _SAMPLING_FLAGS:
+        parser.add_argument(flag, type=kind, default=default, metavar=metavar, help=what)
+    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before TEXT; may be given again")
+    parser.add_argument("--ignore-eos", action="store_true", help="go on after the model's end of text")
+    parser.add_argument("--json", action="store_true", help="write one JSON object per answer instead of text")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of weights and KV cache")
     parser.add_argument("--chat", action="store_true", help="hand each prompt over as a user's turn of a chat")
     parser.add_argument(
@@ -65,23 +85,39 @@ def run_generate(arguments: argparse.Namespace) -> int:
     for number, prompt in enumerate(arguments.prompts, 1):
         if not prompt:
             raise RequestError(f"prompt {number} is empty; give at least one character")
-    sampling = SamplingParams(
-        max_new_tokens=arguments.max_new_tokens,
-        temperature=arguments.temperature,
-        top_k=arguments.top_k,
-        top_p=arguments.top_p,
-        seed=arguments.seed,
-    )
+    if arguments.logprobs is not None and not arguments.json:
+        raise RequestError("--logprobs is told in JSON only; add --json")
+    names = (flag.removeprefix("--").replace("-", "_") for flag, *_ in _SAMPLING_FLAGS)
+    values = {name: getattr(arguments, name) for name in names}
+    sampling = SamplingParams(**values, stop=tuple(arguments.stop), ignore_eos=arguments.ignore_eos)
     serving = ServingConfig(dtype=arguments.dtype)
     parallel = ParallelConfig(tp=arguments.tp, pp=arguments.pp, dp=arguments.dp)
     notes = Console(stderr=True, highlight=False, soft_wrap=True)
     with ExitStack() as stack:
+        stack.enter_context(_ended_by_sigterm())
         started = time.perf_counter()
         with notes.status(f"starting {parallel.world_size} rank(s) with {arguments.model}"):
             engine = stack.enter_context(Engine(arguments.model, parallel=parallel, serving=serving, executor=arguments.executor))
         _say_layout(notes, engine, arguments, time.perf_counter() - started)
         _show(engine, arguments, sampling, notes)
     return 0
+
+
+@contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """SIGTERM ends the block as an exception does, so that no rank is left behind."""
+
+    def end(number: int, _: FrameType | None) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():  # which alone may say so
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _say_layout(notes: Console, engine: Engine, arguments: argparse.Namespace, start_s: float) -> None:
@@ -104,29 +140,33 @@ def _show(engine: Engine, arguments: argparse.Namespace, sampling: SamplingParam
     texts: Sequence[str] = arguments.prompts
     prompts: Sequence[Prompt] = texts
     if arguments.chat:
-        prompts = [engine.tokenizer.chat([{"role": "user", "content": text}]) for text in texts]
-    heads = [f"> {text}\n" if arguments.chat else text for text in texts]
-    console = Console(highlight=False)
-    display: _Display = (
-        _LiveDisplay(heads, console, sampling.max_new_tokens) if console.is_terminal else _PlainDisplay(heads, sys.stdout)
-    )
+        prompts = [[{"role": "user", "content": text}] for text in texts]
+    engine.read_prompts(prompts, sampling)  # refuses before anything is shown
+    heads = [f"> {text}\n" if arguments.chat else text for text in texts for _ in range(sampling.n)]
     started, num_tokens = time.perf_counter(), 0
-    with display:
+    with _display(heads, arguments, sampling) as display:
         for event in engine.stream(prompts, sampling):
             num_tokens += len(event.token_ids)
-            display.update(event)
+            display.update(event.index * sampling.n + event.sample, event)
     seconds = time.perf_counter() - started
     notes.print(f"{num_tokens} tokens in {seconds:.1f} s: {num_tokens / seconds:.1f} tokens/s", markup=False)
 
 
+def _display(heads: Sequence[str], arguments: argparse.Namespace, sampling: SamplingParams) -> "_Display":
+    console = Console(highlight=False)
+    if arguments.json:
+        return _JsonDisplay(arguments.prompts, sys.stdout, num_samples=sampling.n)
+    return _LiveDisplay(heads, console, sampling.max_new_tokens) if console.is_terminal else _PlainDisplay(heads, sys.stdout)
+
+
 class _Display(Protocol):
-    """Shows events of several prompts for as long as a ``with`` block lasts."""
+    """Shows events of several answers for as long as a ``with`` block lasts."""
 
     def __enter__(self) -> Self: ...
 
     def __exit__(self, *exc: object) -> None: ...
 
-    def update(self, event: StreamEvent) -> None: ...
+    def update(self, answer: int, event: StreamEvent) -> None: ...
 
 
 @final
@@ -145,9 +185,9 @@ class _PlainDisplay:
     def __exit__(self, *exc: object) -> None:
         self._out.flush()
 
-    def update(self, event: StreamEvent) -> None:
-        self._waiting[event.index] += event.text
-        self._is_ended[event.index] = event.finish_reason is not None
+    def update(self, answer: int, event: StreamEvent) -> None:
+        self._waiting[answer] += event.text
+        self._is_ended[answer] = event.finish_reason is not None
         self._flush()
 
     def _flush(self) -> None:
@@ -163,13 +203,13 @@ class _PlainDisplay:
 
 @final
 class _LiveDisplay:
-    """For terminals: all prompts grow at once above a bar per prompt that counts its tokens."""
+    """For terminals: all answers grow at once above a bar per answer that counts its tokens."""
 
     def __init__(self, heads: Sequence[str], console: Console, max_new_tokens: int) -> None:
         self._texts = [Text(head, style="bold") for head in heads]
         bar = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("tokens"), TimeElapsedColumn())
         self._progress = Progress(*bar, console=console)
-        self._bars = [self._progress.add_task(f"prompt {index + 1}", total=max_new_tokens) for index in range(len(heads))]
+        self._bars = [self._progress.add_task(f"answer {index + 1}", total=max_new_tokens) for index in range(len(heads))]
         body = Group(*self._texts, self._progress)
         self._live = Live(body, console=console, refresh_per_second=10, vertical_overflow="visible")
 
@@ -180,9 +220,47 @@ class _LiveDisplay:
     def __exit__(self, *exc: object) -> None:
         self._live.__exit__(None, None, None)
 
-    def update(self, event: StreamEvent) -> None:
-        self._texts[event.index].append(event.text, style="default not bold")
-        self._progress.advance(self._bars[event.index], len(event.token_ids))
+    def update(self, answer: int, event: StreamEvent) -> None:
+        self._texts[answer].append(event.text, style="default not bold")
+        self._progress.advance(self._bars[answer], len(event.token_ids))
         if event.finish_reason is not None:
-            self._progress.update(self._bars[event.index], description=f"prompt {event.index + 1} ({event.finish_reason})")
-            self._progress.stop_task(self._bars[event.index])
+            self._progress.update(self._bars[answer], description=f"answer {answer + 1} ({event.finish_reason})")
+            self._progress.stop_task(self._bars[answer])
+
+
+@final
+class _JsonDisplay:
+    """For programs: a line per answer, in the order in which they end."""
+
+    def __init__(self, prompts: Sequence[str], out: TextIO, *, num_samples: int) -> None:
+        self._prompts = prompts
+        self._events: list[list[StreamEvent]] = [[] for _ in range(len(prompts) * num_samples)]
+        self._out = out
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._out.flush()
+
+    def update(self, answer: int, event: StreamEvent) -> None:
+        self._events[answer].append(event)
+        if event.finish_reason is not None:
+            self._out.write(json.dumps(self._told(self._events[answer]), ensure_ascii=False) + "\n")
+            self._out.flush()
+
+    def _told(self, events: Sequence[StreamEvent]) -> dict[str, object]:
+        last = events[-1]
+        told: dict[str, object] = {
+            "index": last.index,
+            "sample": last.sample,
+            "prompt": self._prompts[last.index],
+            "text": "".join(event.text for event in events),
+            "token_ids": [token for event in events for token in event.token_ids],
+            "finish_reason": last.finish_reason,
+            "stopped_by": last.stopped_by,
+            "usage": {"prompt_tokens": last.usage.num_prompt_tokens, "new_tokens": last.usage.num_new_tokens},
+        }
+        if logprobs := [entry for event in events for entry in event.logprobs]:
+            told["logprobs"] = [{"logprob": entry.logprob, "top": entry.top} for entry in logprobs]
+        return told

@@ -46,6 +46,7 @@ class StreamEvent:
         finish_reason: Why it ended; ``None`` while it goes on.
         stopped_by: The text or token that ended it, where ``finish_reason`` is ``stop``.
         usage: Tokens so far.
+        weights_version: Of the weights that chose ``token_ids``; see ``EngineControls.update_weights``.
         dp_rank: The data-parallel rank that serves it.
     """
 
@@ -58,6 +59,7 @@ class StreamEvent:
     finish_reason: FinishReason | None
     stopped_by: str | int | None = None
     usage: Usage
+    weights_version: int = 0
     dp_rank: int
 
 
@@ -76,6 +78,7 @@ class Completion:
         logprobs: Of each of ``token_ids``, where they are wanted.
         finish_reason: Why it ended.
         stopped_by: The text or token that ended it, where ``finish_reason`` is ``stop``.
+        weights_version: Of the weights that chose the last of ``token_ids``.
         dp_rank: The data-parallel rank that served it.
     """
 
@@ -88,6 +91,7 @@ class Completion:
     logprobs: tuple[TokenLogprobs, ...] = ()
     finish_reason: FinishReason
     stopped_by: str | int | None = None
+    weights_version: int = 0
     dp_rank: int
 
     @property
@@ -163,6 +167,7 @@ class AnswerReader:
             finish_reason=reason,
             stopped_by=stopped_by if self._stops.found is None else self._stops.found,
             usage=Usage(num_prompt_tokens=len(self.request.prompt), num_new_tokens=self._num_new_tokens),
+            weights_version=output.weights_version,
             dp_rank=dp_rank,
         )
 
@@ -208,5 +213,6 @@ class JoinedAnswers:
             logprobs=tuple(told for event in events for told in event.logprobs),
             finish_reason=last.finish_reason,
             stopped_by=last.stopped_by,
+            weights_version=last.weights_version,
             dp_rank=last.dp_rank,
         )

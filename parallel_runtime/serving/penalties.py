@@ -46,7 +46,7 @@ def _penalise(logits_V: Tensor, chunk: Chunk, own: range) -> None:
         values = logits_V[seen]
         logits_V[seen] = torch.where(values < 0, values * sampling.repetition_penalty, values / sampling.repetition_penalty)
     made = _columns(chunk.history[len(chunk.history) - chunk.num_new_tokens :], own)
-    columns, counts = torch.tensor(made, dtype=torch.int64).unique(return_counts=True)
+    columns, counts = torch.tensor(made, dtype=torch.int64).unique(return_counts=True)  # type: ignore[no-untyped-call]  # torch
     penalty = counts * sampling.frequency_penalty + sampling.presence_penalty
     logits_V[columns.to(logits_V.device)] -= penalty.to(logits_V)
 
