@@ -10,7 +10,9 @@ from typing import final
 
 from parallel_runtime.errors import ContextStateError, ParallelRuntimeError
 from parallel_runtime.serving.balancer import BalancePolicy
+from parallel_runtime.serving.controls import Answer
 from parallel_runtime.serving.dispatch import Action, Deliver, Dispatcher, Send
+from parallel_runtime.serving.engine_controls import EngineControls
 from parallel_runtime.serving.links import LeaderLinks
 from parallel_runtime.serving.messages import (
     FinishReason,
@@ -58,6 +60,7 @@ class DataParallelController:
     Attributes:
         dp: Data-parallel ranks of each replica.
         was_ready: Whether there was a time when all replicas served.
+        controls: What can be asked of all replicas beside requests.
 
     Raises:
         ArgumentError: There is no replica or link, or a limit is below 1.
@@ -78,6 +81,7 @@ class DataParallelController:
     ) -> None:
         self.dp = dp if links is None else len(links)
         self.was_ready = False
+        self.controls = EngineControls(self)
         self._dispatcher = Dispatcher(
             replicas,
             dp=self.dp,
@@ -204,6 +208,7 @@ class DataParallelController:
             self._replicas[replica] = _Replica()
             self._do(self._dispatcher.lose(replica, error))
         self._flush()
+        self.controls.lose(replica, error)
 
     def drain(self, replica: int, timeout_s: float | None = None) -> bool:
         """Give a replica no more requests, and wait until it has ended those it has. ``resume`` ends this, and so does a restart.
@@ -301,6 +306,7 @@ class DataParallelController:
             self._failure = self._failure or error
             self._do(self._dispatcher.fail(error))
             self._has_news.notify_all()
+        self.controls.lose(None, error)
 
     def stream(self, requests: Sequence[Request], *, to: int | None = None) -> RequestStream:
         """Serve requests and hand out their tokens as they come.
@@ -355,7 +361,10 @@ class DataParallelController:
         if isinstance(message, Ready):
             self._replicas[replica].ready[dp_rank] = message
             if self.serves(replica):
+                self.controls.catch_up(replica)
                 self._open(replica)
+        elif isinstance(message, Answer):
+            self.controls.take(replica, dp_rank, message)
         elif isinstance(message, StepOutput | Rejected):
             with self._lock:
                 self._do(self._dispatcher.take(replica * self.dp + dp_rank, message))

@@ -62,6 +62,7 @@ class LeaderDesk:
         self._requests: dict[str, Request] = {}
         self._aborts: dict[str, None] = {}
         self._is_front_gone = False
+        self._wants_status: list[int] = []
         self.controls: deque[Control] = deque()
         self.num_told = 0
         self.is_over = False
@@ -101,6 +102,12 @@ class LeaderDesk:
         except OSError:
             self._is_front_gone = True
 
+    def tell_status(self) -> None:
+        """Answer those who have asked how the replica is doing, now that the policy knows what has arrived."""
+        for number in self._wants_status:
+            self.send(Answer(number=number, status=self._status()))
+        self._wants_status.clear()
+
     def _read(self, wait_s: float) -> Iterator[FrontMessage | Unreadable]:
         try:
             while not self._is_front_gone and self._link.poll(wait_s):
@@ -117,7 +124,7 @@ class LeaderDesk:
             case Abort(request_id=request_id):
                 self._abort(request_id)
             case Control(number=number, action=Health()):
-                self.send(Answer(number=number, status=self._status()))
+                self._wants_status.append(number)
             case Control():
                 self.controls.append(message)
             case Shutdown():

@@ -156,7 +156,7 @@ class ModelWeights:
         """
         self.drop()
         if self._model is not None and self._origin is None:
-            state = self._model.full_state()
+            state = _full_state(self._model)
             with self._alike():
                 self._kept = tempfile.TemporaryFile()  # noqa: SIM115  # closed by ``wake``, and with the process
                 torch.save(state, self._kept)
@@ -183,7 +183,7 @@ class ModelWeights:
     def _stage(self, found: Checkpoint, serving: CausalLM, *, origin: str | PathLike[str] | None) -> None:
         self.drop()
         if isinstance(found, WeightSet) and found.missing:
-            found = found.over(serving.full_state())
+            found = found.over(_full_state(serving))
         with self._alike():
             staged = self._build(found)
         self._staged = (staged, origin)
@@ -219,3 +219,14 @@ class ModelWeights:
     def _alike(self) -> AbstractContextManager[None]:
         """What fails on one rank fails on all."""
         return self._ctx.guard(group=self._group)
+
+
+def _full_state(model: CausalLM) -> dict[str, Tensor]:
+    """Full tensors of everything this stage reads, so that it can be built from them again.
+
+    Collective: that of ``CausalLM.full_state``, and one all_gatherv where the head is tied to the embedding of another stage.
+    """
+    state = model.full_state()
+    if model.config.tie_word_embeddings and model.lm_head is not None and model.embed_tokens is None:
+        state["model.embed_tokens.weight"] = model.lm_head.full_state()["weight"]
+    return state

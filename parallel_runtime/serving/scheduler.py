@@ -190,6 +190,7 @@ class Scheduler:
         if self._desk is not None:
             for output in outputs:
                 self._desk.send(output)
+            self._desk.tell_status()
 
     def _compute(self, batch: Batch) -> None:
         if self._observer is not None:

@@ -79,7 +79,8 @@ def send_weights(group: GroupCoordinator, tensors: Mapping[str, Tensor], *, num_
             f"member {group.rank_in_group} of {group.world_size} does not send; members 0 to {num_senders - 1} do"
         )
     own = [_Parcel(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for name, tensor in tensors.items()]
-    _move(group, _announce(group, own, num_senders), lambda parcel: tensors[parcel.name])
+    parcels = _announce(group, own, num_senders)
+    _move(group, parcels, lambda parcel: tensors[parcel.name] if parcel.name in tensors else _empty(parcel, group))
 
 
 def receive_weights(
@@ -106,7 +107,7 @@ def receive_weights(
     kept: dict[str, Tensor] = {}
 
     def make(parcel: _Parcel) -> Tensor:
-        tensor = torch.empty(parcel.shape, dtype=getattr(torch, parcel.dtype), device=group.device)
+        tensor = _empty(parcel, group)
         if wants(parcel.name):
             kept[parcel.name] = tensor
         return tensor
@@ -114,6 +115,10 @@ def receive_weights(
     parcels = _announce(group, [], num_senders)
     _move(group, parcels, make)
     return ReceivedWeights(shapes={parcel.name: parcel.shape for part in parcels for parcel in part}, tensors=kept)
+
+
+def _empty(parcel: _Parcel, group: GroupCoordinator) -> Tensor:
+    return torch.empty(parcel.shape, dtype=getattr(torch, parcel.dtype), device=group.device)
 
 
 def _announce(group: GroupCoordinator, own: list[_Parcel], num_senders: int) -> list[list[_Parcel]]:

@@ -140,10 +140,11 @@ class TpModelWorker:
             PeerFailedError: Some rank could not keep its weights. Nobody sleeps.
             PeerError: A rank failed or left.
 
-        Collective: as ``ModelWeights.sleep``.
+        Collective: as ``ModelWeights.sleep``, and a barrier: the memory of all ranks is free once it returns.
         """
         self.weights.sleep()
         self._runner = None
+        self.replica.barrier()
 
     def wake(self) -> None:
         """Take the memory again, with the same weights and an empty KV cache. Twice is nothing.
