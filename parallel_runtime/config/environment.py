@@ -25,7 +25,7 @@ from parallel_runtime.errors import LauncherEnvironmentError
 from parallel_runtime.terms import Rank
 from parallel_runtime.values import shown
 
-__all__ = ["Identity", "IdentitySource", "adopt_environ", "current_environ", "detect"]
+__all__ = ["Identity", "IdentitySource", "adopt_environ", "current_environ", "detect", "variables_of"]
 
 IdentitySource: TypeAlias = Literal["explicit", "torchrun", "openmpi", "mpich", "slurm", "single", "argument"]
 """Where an identity came from; ``argument`` is one that a caller wrote down."""
@@ -104,6 +104,27 @@ def adopt_environ(environ: Mapping[str, str]) -> None:
     """
     os.environ.clear()
     os.environ.update(environ)
+
+
+def variables_of(identity: Identity) -> dict[str, str]:
+    """What tells all code of a rank who it is, so that ``detect`` and further contexts find it as under torchrun.
+
+    Args:
+        identity: Of the rank. Whoever started it serves the store at its meeting point.
+
+    Returns:
+        Variables, for ``adopt_environ``.
+    """
+    numbers = {
+        "RANK": identity.rank,
+        "WORLD_SIZE": identity.world_size,
+        "LOCAL_RANK": identity.local_rank,
+        "LOCAL_WORLD_SIZE": identity.local_world_size,
+        "MASTER_ADDR": identity.master_host,
+        "MASTER_PORT": identity.master_port,
+    }
+    named = {f"PARALLEL_RUNTIME_{name}": str(value) for name, value in numbers.items() if value is not None}
+    return {**named, "TORCHELASTIC_USE_AGENT_STORE": "True"}
 
 
 def detect(environ: Mapping[str, str], *, needs_master: bool = True) -> Identity:

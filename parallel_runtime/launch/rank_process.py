@@ -15,7 +15,7 @@ from typing import final
 import torch
 
 from parallel_runtime.comm.c10d import connect_store
-from parallel_runtime.config.environment import Identity, adopt_environ
+from parallel_runtime.config.environment import Identity, adopt_environ, variables_of
 from parallel_runtime.config.parallel_config import ParallelConfig
 from parallel_runtime.context.parallel_context import ParallelContext
 from parallel_runtime.errors import SerializationError
@@ -161,9 +161,15 @@ def _pack_result(value: object) -> Result:
 
 
 def _open_context(rank: Rank, job: Job) -> ParallelContext:
+    host, port = job.store or (None, None)
+    store = connect_store(host, port, timeout_s=job.config.deadlines.join_s) if host and port else None
+    return ParallelContext(job.config, identity=_identity(rank, job), store=store)
+
+
+def _identity(rank: Rank, job: Job) -> Identity:
     world_size = job.config.world_size
     host, port = job.store or (None, None)
-    identity = Identity(
+    return Identity(
         rank=rank,
         world_size=world_size,
         local_rank=rank,
@@ -173,15 +179,13 @@ def _open_context(rank: Rank, job: Job) -> ParallelContext:
         master_host=host,
         master_port=port,
     )
-    store = connect_store(host, port, timeout_s=job.config.deadlines.join_s) if host and port else None
-    return ParallelContext(job.config, identity=identity, store=store)
 
 
 def _prepare_process(task: RankTask, job: Job) -> None:
     for descriptor, fd in zip(task.output, (1, 2), strict=True):
         os.dup2(descriptor.fd, fd)
         os.close(descriptor.fd)
-    adopt_environ({**job.environ, **_rank_variables(task.rank, job)})
+    adopt_environ({**job.environ, **variables_of(_identity(task.rank, job)), "OMP_NUM_THREADS": str(job.num_threads)})
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal group; the parent decides what it means
     faulthandler.enable(2)
     multiprocessing.set_start_method("forkserver", force=True)
@@ -189,16 +193,6 @@ def _prepare_process(task: RankTask, job: Job) -> None:
         os.sched_setaffinity(0, task.cores)
     torch.set_num_threads(job.num_threads)
     logging.getLogger(__name__).debug("rank %d runs as pid %d", task.rank, os.getpid())
-
-
-def _rank_variables(rank: Rank, job: Job) -> dict[str, str]:
-    """What tells any code in the rank who it is, so that ``detect`` and further contexts work in it as under torchrun."""
-    size = str(job.config.world_size)
-    variables = {"RANK": str(rank), "WORLD_SIZE": size, "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": size}
-    if job.store:
-        variables |= {"MASTER_ADDR": job.store[0], "MASTER_PORT": str(job.store[1])}
-    named = {f"PARALLEL_RUNTIME_{name}": value for name, value in variables.items()}
-    return {**named, "TORCHELASTIC_USE_AGENT_STORE": "True", "OMP_NUM_THREADS": str(job.num_threads)}
 
 
 def _end_with_parent(lifeline: int) -> None:
