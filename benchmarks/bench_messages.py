@@ -1,8 +1,9 @@
-"""Objects between ranks of one host: ours beside gloo's object broadcast, a multiprocessing pipe and pyzmq.
+"""Objects between ranks of one host: ours beside a shared-memory ring, gloo's object broadcast, a pipe and pyzmq.
 
 Every rank is a process pinned to a core. Ranks take turns as the source: rank 0 broadcasts, then rank 1, and so on, so a time is
-what it takes until the next one can speak: the way to all readers and the decoding. Pipe and pyzmq join two ranks only, and
-pickle their objects. All peers run one after the other in every round; a cell is the median over the rounds.
+what it takes until the next one can speak: the way to all readers and the decoding. Pipe and pyzmq join two ranks only. All peers
+but ours pickle their objects; pyzmq inproc joins threads of one process. All peers run one after the other in every round; a cell
+is the median over the rounds.
 
 Last, what a rank burns of a core while it waits a second for a late peer.
 
@@ -13,21 +14,18 @@ import argparse
 import importlib.util
 import multiprocessing
 import os
-import pickle
 import statistics
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable
-from multiprocessing.connection import Client, Listener
 from pathlib import Path
 
 import torch
 
-from benchmarks.collectives_torch import dist, open_gloo, open_shm
+from benchmarks.collectives_torch import open_shm
 from benchmarks.measuring import machine, pin, table, time_calls, write_page
-from parallel_runtime.comm import GroupSpec, open_coordinator
-from parallel_runtime.terms import Rank
+from benchmarks.message_peers import BYTES, MANY, OPENERS, OURS, THREADED
 
 __all__ = ["main"]
 
@@ -36,126 +34,8 @@ PAYLOADS: dict[str, object] = {
     "8 KB list": [number * 31 % 251 + 1000 for number in range(2700)],
     "1 MB bytes": bytes(range(256)) * 3906,
 }
-OURS = "parallel_runtime, broadcast_object"
-BYTES = "parallel_runtime, broadcast_bytes of a pickle"
-PEERS = (OURS, BYTES, "gloo", "pipe", "pyzmq ipc")
-TIMEOUT_S = 60.0
 LIMIT_S = 0.5
 LATE_S = 1.0
-Speak = Callable[[object, int], object]
-
-
-def ours(path: str, rank: int, ranks: int) -> Speak:
-    """Broadcast through a coordinator on shared memory.
-
-    Args:
-        path: Of a file store.
-        rank: This one.
-        ranks: How many.
-
-    Returns:
-        The broadcast, called with the value and the source.
-    """
-    spec = GroupSpec(name="bench#0", key="bench", ranks=tuple(map(Rank, range(ranks))), rank=Rank(rank))
-    group = open_coordinator(spec, open_shm(path, rank, ranks))
-    return lambda value, src: group.broadcast_object(value if src == rank else None, src)
-
-
-def ours_as_bytes(path: str, rank: int, ranks: int) -> Speak:
-    """Broadcast pickles through the communicator, without the coordinator.
-
-    Args:
-        path: Of a file store.
-        rank: This one.
-        ranks: How many.
-
-    Returns:
-        The broadcast.
-    """
-    comm = open_shm(path, rank, ranks)
-
-    def speak(value: object, src: int) -> object:
-        if src == rank:
-            return comm.broadcast_bytes(pickle.dumps(value, 5), src, TIMEOUT_S)
-        return pickle.loads(comm.broadcast_bytes(None, src, TIMEOUT_S))
-
-    return speak
-
-
-def gloo(path: str, rank: int, ranks: int) -> Speak:
-    """Broadcast size, then pickle, as torch does for objects.
-
-    Args:
-        path: Of a file store.
-        rank: This one.
-        ranks: How many.
-
-    Returns:
-        The broadcast.
-    """
-    group = open_gloo(path, rank, ranks)
-
-    def speak(value: object, src: int) -> object:
-        if src == rank:
-            data = torch.frombuffer(bytearray(pickle.dumps(value, 5)), dtype=torch.uint8)
-            group.broadcast(torch.tensor([len(data)]), src).wait()
-            group.broadcast(data, src).wait()
-            return value
-        size = torch.empty(1, dtype=torch.int64)
-        group.broadcast(size, src).wait()
-        received = torch.empty(int(size), dtype=torch.uint8)
-        group.broadcast(received, src).wait()
-        return pickle.loads(received.numpy().data)
-
-    return speak
-
-
-def pipe(path: str, rank: int, ranks: int) -> Speak:
-    """Send over a Unix socket of multiprocessing.
-
-    Args:
-        path: Of the socket.
-        rank: This one.
-        ranks: Two.
-
-    Returns:
-        The send or receive.
-    """
-    store = dist.FileStore(path, ranks)
-    if rank == 0:
-        listener = Listener(f"{path}.socket", "AF_UNIX")
-        store.set("ready", b"1")
-        end = listener.accept()
-    else:
-        store.wait(["ready"])
-        end = Client(f"{path}.socket", "AF_UNIX")
-    return lambda value, src: end.send(value) if src == rank else end.recv()
-
-
-def zmq_ipc(path: str, rank: int, ranks: int) -> Speak:
-    """Send over a pyzmq pair.
-
-    Args:
-        path: Of the socket.
-        rank: This one.
-        ranks: Two.
-
-    Returns:
-        The send or receive.
-    """
-    zmq = importlib.import_module("zmq")
-    end = zmq.Context().socket(zmq.PAIR)
-    store = dist.FileStore(path, ranks)
-    if rank == 0:
-        end.bind(f"ipc://{path}.zmq")
-        store.set("ready", b"1")
-    else:
-        store.wait(["ready"])
-        end.connect(f"ipc://{path}.zmq")
-    return lambda value, src: end.send_pyobj(value, protocol=5) if src == rank else end.recv_pyobj()
-
-
-OPENERS = {OURS: ours, BYTES: ours_as_bytes, "gloo": gloo, "pipe": pipe, "pyzmq ipc": zmq_ipc}
 
 
 def work(peer: str, path: str, rank: int, ranks: int, fastest: bool, results: "multiprocessing.Queue[dict[int, float]]") -> None:
@@ -191,6 +71,23 @@ def work(peer: str, path: str, rank: int, ranks: int, fastest: bool, results: "m
         results.put(took)
 
 
+def work_as_threads(peer: str, path: str, ranks: int, fastest: bool, results: "multiprocessing.Queue[dict[int, float]]") -> None:
+    """All ranks of one peer, as threads of this process.
+
+    Args:
+        peer: Its name.
+        path: For stores and sockets.
+        ranks: How many.
+        fastest: The fastest turn instead of the median.
+        results: Takes microseconds per payload from rank 0.
+    """
+    threads = [threading.Thread(target=work, args=(peer, path, rank, ranks, fastest, results)) for rank in range(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
 def run_peer(peer: str, ranks: int, *, fastest: bool) -> dict[int, float]:
     """Run one peer once.
 
@@ -205,8 +102,11 @@ def run_peer(peer: str, ranks: int, *, fastest: bool) -> dict[int, float]:
     context = multiprocessing.get_context("spawn")
     results: multiprocessing.Queue[dict[int, float]] = context.Queue()
     with tempfile.TemporaryDirectory() as folder:
-        arguments = [(peer, f"{folder}/meet", rank, ranks, fastest, results) for rank in range(ranks)]
-        workers = [context.Process(target=work, args=values) for values in arguments]
+        path = f"{folder}/meet"
+        if peer == THREADED:
+            workers = [context.Process(target=work_as_threads, args=(peer, path, ranks, fastest, results))]
+        else:
+            workers = [context.Process(target=work, args=(peer, path, rank, ranks, fastest, results)) for rank in range(ranks)]
         for worker in workers:
             worker.start()
         try:
@@ -228,15 +128,15 @@ def idle(path: str, rank: int, burnt: "multiprocessing.Queue[float]") -> None:
     torch.set_num_threads(1)
     pin(rank)
     comm = open_shm(path, rank, 2)
-    comm.barrier(TIMEOUT_S)
+    comm.barrier(60.0)
     if rank == 1:
         time.sleep(LATE_S)
     start, burned = time.perf_counter(), time.process_time()
-    comm.barrier(TIMEOUT_S)
+    comm.barrier(60.0)
     waited, burned = time.perf_counter() - start, time.process_time() - burned
     if rank == 0:
         burnt.put(burned / waited)
-    comm.barrier(TIMEOUT_S)
+    comm.barrier(60.0)
 
 
 def run_idle() -> float:
@@ -267,7 +167,8 @@ def main() -> None:
     parser.add_argument("--fastest", action="store_true", help="the fastest turn instead of the median: for a busy machine")
     parser.add_argument("--write", type=Path, help="also write a page with the tables into this markdown file")
     arguments = parser.parse_args()
-    peers = PEERS if importlib.util.find_spec("zmq") else PEERS[:-1]
+    has_zmq = importlib.util.find_spec("zmq") is not None
+    peers = [peer for peer in OPENERS if has_zmq or not peer.startswith("pyzmq")]
     call = "fastest turn" if arguments.fastest else "median turn"
     text = [
         f"{machine()}.\n",
@@ -279,7 +180,7 @@ def main() -> None:
     for ranks in arguments.ranks:
         lines: dict[str, dict[int, list[float]]] = {}
         for _ in range(arguments.rounds):
-            for peer in peers if ranks == 2 else PEERS[:3]:
+            for peer in peers if ranks == 2 else MANY:
                 sys.stderr.write(f"{ranks} ranks: {peer}\n")
                 for number, microseconds in run_peer(peer, ranks, fastest=arguments.fastest).items():
                     lines.setdefault(peer, {}).setdefault(number, []).append(microseconds)

@@ -1,6 +1,6 @@
 """Objects to bytes and back."""
 
-from enum import Enum
+from enum import Enum, IntEnum
 from typing import Any
 
 import msgspec
@@ -90,6 +90,21 @@ def test_numpy_and_torch_values() -> None:
     assert [type(item) for item in got] == [np.float32, np.bool_, np.ndarray, torch.dtype, torch.Size, bytearray]
     assert got[2].tolist() == [[0, 1, 2], [3, 4, 5]]
     assert got[3:] == [torch.bfloat16, torch.Size([2, 3]), bytearray(b"x")]
+
+
+class Level(IntEnum):
+    LOW = 1
+
+
+def test_lists_of_integers_keep_every_type() -> None:
+    ints = [number * 31 % 251 - 100 for number in range(200)]
+    edges = [-(2**31), 2**31 - 1, *ints]
+    assert len(encode(edges).body) < 5 * len(edges) + 40
+    for values in (ints, edges, [2**31, *ints], [*ints, True], [*ints, 1.0], [*ints, "i", None], [*ints, [1]], [*ints, 2**70]):
+        for value in (values, {"ids": values}, (values, values)):
+            assert typed(there_and_back(value)) == typed(value)
+    with pytest.raises(SerializationError, match="Level"):
+        encode([*ints, Level.LOW])
 
 
 class Colour(Enum):
