@@ -88,6 +88,14 @@ class ContextMesh(_DeviceMesh):  # type: ignore[misc]  # see above
         self._pg_registry[process_group.group_name] = process_group
         return process_group.group_name
 
+    def __deepcopy__(self, memo: object) -> "ContextMesh":
+        """Itself: a copy would stand for the same groups, and be unequal to it."""
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What is left of it in a file, such as one that holds a ``DTensor``."""
+        return {name: value for name, value in super().__getstate__().items() if name != "_open_group"}
+
     @property
     def mesh(self) -> torch.Tensor:
         """The ranks, in the shape of the mesh; of a slice, those around this rank."""
