@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from typing import Final, final
 
 from parallel_runtime.comm.shm.plans import AgreedTransfer, Plan
-from parallel_runtime.comm.shm.reductions import Reducer
 from parallel_runtime.comm.shm.steps import Steps, fingerprint
 from parallel_runtime.comm.shm.waiting import Liveness
 from parallel_runtime.errors import CollectiveMismatchError, PeerLostError
@@ -25,7 +24,6 @@ from parallel_runtime.errors import CollectiveMismatchError, PeerLostError
 __all__ = [
     "DirectMove",
     "DirectPlan",
-    "DirectReduceScatter",
     "DirectWhenLarge",
     "Fetch",
     "Offer",
@@ -34,10 +32,6 @@ __all__ = [
     "can_read_all",
 ]
 
-_ALIGNMENT: Final = 64
-_CHUNK_BYTES: Final = 128 << 10
-_SCRATCH_BYTES: Final = 512 << 10
-_LEAST_CHUNK_BYTES: Final = 16 << 10
 _PAIR: Final = struct.Struct("=qq")
 _OFFER: Final = struct.Struct("=qqq")  # whether memory of this member can be read, address, bytes
 
@@ -265,31 +259,3 @@ class DirectWhenLarge(Plan):
         """One step that tells how much there is; the rest where that was not all."""
         if not self._small.run_first(steps, timeout_s):
             self._large.run(steps, timeout_s)
-
-
-@final
-class DirectReduceScatter(DirectPlan):
-    """Everybody reduces its row of every member's input, chunk by chunk in scratch memory that stays in the cache."""
-
-    def __init__(
-        self, text: str, remote: RemoteMemory, steps: Steps, rows: Sequence[memoryview], out: memoryview, reducer: Reducer
-    ) -> None:
-        super().__init__(text, remote, steps.world_size, [Offer(peer, rows[peer]) for peer in steps.peers])
-        self._reducer = reducer
-        self._rank = steps.rank_in_group
-        self._own = rows[self._rank]
-        self._out = out
-        share = _SCRATCH_BYTES // steps.world_size // _ALIGNMENT * _ALIGNMENT
-        self._chunk_bytes = max(_LEAST_CHUNK_BYTES, min(_CHUNK_BYTES, share))
-        self._scratch = [memoryview(bytearray(self._chunk_bytes)) for _ in range(steps.world_size)]
-        self._targets = [(peer, address_of(self._scratch[peer])) for peer in steps.peers]
-
-    def work(self, offered: Sequence[tuple[int, ...]]) -> None:
-        vector = self._reducer.vector
-        for start in range(0, len(self._own), self._chunk_bytes):
-            own, out = self._own[start : start + self._chunk_bytes], self._out[start : start + self._chunk_bytes]
-            for peer, target in self._targets:
-                self._remote.read(peer, offered[peer][1] + start, target, len(own))
-            parts = [memory[: len(own)] for memory in self._scratch]
-            parts[self._rank] = own
-            self._reducer.combine([vector(part) for part in parts], vector(out))

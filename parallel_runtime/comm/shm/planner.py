@@ -10,7 +10,6 @@ from parallel_runtime.comm.communicator import ReduceOp
 from parallel_runtime.comm.shm.direct import (
     DirectMove,
     DirectPlan,
-    DirectReduceScatter,
     DirectWhenLarge,
     Fetch,
     Offer,
@@ -28,9 +27,6 @@ _ONE_SHOT_BYTES: Final = 1 << 20
 _ONE_SHOT_BYTES_MANY: Final = 32 << 10
 _PIECE_BYTES: Final = 512 << 10  # smaller ones are still dirty in the writer's cache when they are read, which is slower
 _SYMMETRIC_BYTES: Final = 16 << 10
-_DIRECT_BYTES: Final = 32 << 10
-_DIRECT_BROADCAST_BYTES: Final = 2 << 20  # less streams through the caches faster than the kernel copies it
-_DIRECT_SCATTER_BYTES: Final = 128 << 10
 _ALIGNMENT: Final = 64
 
 
@@ -120,10 +116,7 @@ class Planner:
         puts = [Put(rows[peer], self._share(rank, peer)) for peer in self._steps.peers]
         offsets = tuple(0 if member == rank else self._share(member, rank) for member in range(self._world_size))
         reduction = Reduction(out, rows[rank], offsets, reducer)
-        plan = self._pieces(text, len(out), self._share_bytes, peers=self._steps.peers, puts=puts, reduction=reduction)
-        if self.remote is None or len(out) < _DIRECT_SCATTER_BYTES:
-            return plan
-        return _unless_pinned(DirectReduceScatter(text, self.remote, self._steps, rows, out, reducer), plan, [tensor])
+        return self._pieces(text, len(out), self._share_bytes, peers=self._steps.peers, puts=puts, reduction=reduction)
 
     def all_to_allv(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Plan:
         """Plan an exchange of parts of any size."""
@@ -133,8 +126,7 @@ class Planner:
         takes.append(Take(view_bytes(outputs[rank]), rank, source=view_bytes(inputs[rank])))
         nbytes = max(tensor.nbytes for tensor in (*inputs, *outputs))
         text = f"all_to_all({inputs[0].dtype})"
-        piece_bytes = self._share_bytes if self.remote is None else min(_DIRECT_BYTES, self._share_bytes)
-        plan = AgreedTransfer(text, piece_bytes=piece_bytes, nbytes=nbytes, peers=peers, puts=puts, takes=takes)
+        plan = AgreedTransfer(text, piece_bytes=self._share_bytes, nbytes=nbytes, peers=peers, puts=puts, takes=takes)
         if self.remote is None:
             return plan
         offers = [Offer(peer, view_bytes(inputs[peer])) for peer in peers]
@@ -146,7 +138,7 @@ class Planner:
         """Plan a broadcast from ``src``."""
         text = f"broadcast({_what(tensor)}, src {src})"
         local = view_bytes(tensor)
-        if len(local) < _DIRECT_BROADCAST_BYTES:
+        if self._world_size == 2:  # one writes while the other reads: nothing is faster
             parts: _Parts = {"puts": [Put(local)]} if src == self._rank else {"peers": (src,), "takes": [Take(local, src)]}
             return self._pieces(text, len(local), self._piece_bytes, **parts)
         if src == self._rank:
@@ -226,7 +218,7 @@ class Planner:
         return Transfer(text, piece_bytes=piece_bytes, nbytes=nbytes, **parts)
 
     def _move(self, ordinary: Plan, nbytes: int, sources: Sequence[Tensor], offers: Sequence[Offer], parts: _Parts) -> Plan:
-        if self.remote is None or nbytes < _DIRECT_BYTES:
+        if self.remote is None or nbytes <= self._steps.slot_bytes:  # twice through the caches is faster than once by the kernel
             return ordinary
         fetches = _fetches(parts.get("takes", ()))
         return _unless_pinned(DirectMove(ordinary.text, self.remote, self._world_size, offers, fetches), ordinary, sources)

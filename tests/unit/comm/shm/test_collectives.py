@@ -327,7 +327,7 @@ def test_memory_that_no_other_process_can_read_moves_in_pieces(
     monkeypatch: pytest.MonkeyPatch, pinned_on: tuple[int, ...]
 ) -> None:
     """One member's tensors are pinned, the others cannot know: all of them move in pieces, and the results are the same."""
-    count = 3 << 20
+    count = 6 << 20
     mine = threading.local()
     monkeypatch.setattr(Tensor, "is_pinned", lambda self, device=None: getattr(mine, "is_pinned", False))
 
@@ -357,14 +357,14 @@ def test_large_parts_of_another_size_than_expected_are_an_error() -> None:
     """Read in place, the size of what is offered is known."""
 
     def body(comm: ShmCommunicator) -> None:
-        count = (300_000, 200_000)[comm.rank_in_group]
+        count = (3_000_000, 2_000_000)[comm.rank_in_group]
         parts = [torch.zeros(count, dtype=torch.uint8) for _ in range(2)]
         comm.all_to_allv(parts, [part.clone() for part in parts], TIMEOUT_S)
 
     with Threads(2) as group:
         errors = group.outcomes(body)
     assert any(isinstance(error, CollectiveMismatchError) for error in errors)
-    assert any("where 300000 were to be received" in str(error) or "where 200000 were" in str(error) for error in errors)
+    assert any("where 3000000 were to be received" in str(error) or "where 2000000 were" in str(error) for error in errors)
 
 
 def test_one_member_that_must_not_read_sends_all_into_pieces() -> None:

@@ -160,11 +160,11 @@ def test_an_offer_that_was_withdrawn_is_not_read() -> None:
     """The sender gave up and may use its memory for something else; the receiver hears that instead."""
     with Threads(2) as group:
         sender, receiver = group.members
-        work = sender.isend(pattern(1 << 20, 0), 1, 0)
+        work = sender.isend(pattern(2 << 20, 0), 1, 0)
         sender.isend(pattern(8, 0), 1, 1).wait(TIMEOUT_S)
         with pytest.raises(PeerTimeoutError, match="member 1 did not take part"):
             work.wait(0.01)
-        target = torch.zeros(1 << 20, dtype=torch.uint8)
+        target = torch.zeros(2 << 20, dtype=torch.uint8)
         with pytest.raises(PeerLostError, match="while its memory was read, member 0 gave up"):
             receiver.irecv(target, 0, 0).wait(TIMEOUT_S)
 
