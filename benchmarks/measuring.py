@@ -12,7 +12,7 @@ from pathlib import Path
 
 __all__ = ["SIZES", "Case", "Row", "emit", "human", "machine", "pin", "read_rows", "table", "time_calls", "write_page"]
 
-_LEAST_CALLS = 5
+_LEAST_CALLS = 4
 _MOST_CALLS = 400
 SIZES = (8, 4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20)
 
@@ -140,6 +140,7 @@ def table(
     ours: str,
     rivals: Sequence[str],
     heads: Sequence[str] = (),
+    goals: Mapping[int, float] | None = None,
 ) -> str:
     """A markdown table of medians over the rounds, with the ratio of the best rival to ours.
 
@@ -150,6 +151,7 @@ def table(
         ours: The line the others are compared with.
         rivals: The lines it is compared with; the best of them at each size counts.
         heads: Heads of the columns; the sizes where there are none.
+        goals: Per size, the least ratio that is wanted; a line says where it was met.
 
     Returns:
         Markdown.
@@ -170,7 +172,17 @@ def table(
         spreads.append(f"{min(per_round):.2f} to {max(per_round):.2f}" if per_round else "")
     text.append(f"| *best of the others / {ours}* | " + " | ".join(ratios) + " |")
     text.append("| *spread over the rounds* | " + " | ".join(spreads) + " |")
+    if goals is not None:
+        text.append(
+            "| *goal* | " + " | ".join(_verdict(ratio, goals.get(size)) for size, ratio in zip(sizes, ratios, strict=True)) + " |"
+        )
     return "\n".join(text) + "\n"
+
+
+def _verdict(ratio: str, goal: float | None) -> str:
+    if goal is None or not ratio:
+        return ""
+    return f"{goal:g} {'met' if float(ratio) >= goal else '**missed**'}"
 
 
 def write_page(path: Path, title: str, text: str) -> None:
