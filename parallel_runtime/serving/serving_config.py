@@ -18,7 +18,7 @@ class ServingConfig(FrozenModel):
 
     Attributes:
         dtype: Of weights, hidden states and KV cache.
-        stage_layers: Layers of each pipeline stage; ``None`` splits evenly, the first stages taking the remainder.
+        stage_layers: Layers of each pipeline stage; ``None`` gives the last one fewer, as far as its head takes its time.
         num_microbatches: Batches under way at once in each replica; ``None`` is one per pipeline stage, which keeps every stage
             busy where each has cores of its own. 1 reads the weights least often.
         page_size: Tokens in one block of KV cache.

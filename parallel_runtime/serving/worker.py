@@ -32,9 +32,10 @@ from parallel_runtime.serving.model_weights import ModelWeights
 from parallel_runtime.serving.policy import PolicyLimits
 from parallel_runtime.serving.runner import ModelRunner
 from parallel_runtime.serving.serving_config import ServingConfig
+from parallel_runtime.serving.stages import split_stages
 from parallel_runtime.serving.timeline import Timeline
 from parallel_runtime.serving.token_keys import mix_seed
-from parallel_runtime.topology.shards import split_experts, split_layers
+from parallel_runtime.topology.shards import split_experts
 
 __all__ = ["TpModelWorker", "check_servable"]
 
@@ -275,7 +276,7 @@ class TpModelWorker:
     def _build(self, checkpoint: Checkpoint) -> CausalLM:
         """This rank's part of a model, from its weights."""
         ctx = self._ctx
-        stages = split_layers(checkpoint.config.num_layers, num_stages=ctx.pp.world_size, sizes=self._config.stage_layers)
+        stages = split_stages(checkpoint.config, num_stages=ctx.pp.world_size, sizes=self._config.stage_layers)
         return load_model(
             checkpoint,
             tp=ctx.tp,
