@@ -1,14 +1,17 @@
 """Serving: what runs next, where it runs, and the loop that runs it."""
 
+from parallel_runtime.serving.answers import Completion, StreamEvent, Usage
 from parallel_runtime.serving.arguments import Prompt
+from parallel_runtime.serving.async_engine import AsyncEngine
 from parallel_runtime.serving.balancer import BalancePolicy, Balancer
 from parallel_runtime.serving.batch import Batch, Chunk
 from parallel_runtime.serving.blocks import BlockPool, blocks_for
 from parallel_runtime.serving.controller import DataParallelController
-from parallel_runtime.serving.engine import Completion, Engine, EngineState, StreamEvent
+from parallel_runtime.serving.engine import Engine, EngineState
 from parallel_runtime.serving.engine_config import EngineConfig
 from parallel_runtime.serving.live_request import RequestState
-from parallel_runtime.serving.messages import FinishReason, Ready, Request
+from parallel_runtime.serving.messages import FinishReason, Ready, Request, TokenLogprobs
+from parallel_runtime.serving.metrics import Histogram, MetricsSnapshot
 from parallel_runtime.serving.policy import PolicyLimits, SchedulingPolicy
 from parallel_runtime.serving.replicas import Replicas
 from parallel_runtime.serving.request_stream import RequestResult, RequestStream
@@ -20,6 +23,7 @@ from parallel_runtime.serving.supervision import ReplicaState, Supervision
 from parallel_runtime.serving.worker import TpModelWorker
 
 __all__ = [
+    "AsyncEngine",
     "BalancePolicy",
     "Balancer",
     "Batch",
@@ -31,6 +35,8 @@ __all__ = [
     "EngineConfig",
     "EngineState",
     "FinishReason",
+    "Histogram",
+    "MetricsSnapshot",
     "ModelRunner",
     "PolicyLimits",
     "Prompt",
@@ -47,6 +53,8 @@ __all__ = [
     "ServingConfig",
     "StreamEvent",
     "Supervision",
+    "TokenLogprobs",
     "TpModelWorker",
+    "Usage",
     "blocks_for",
 ]

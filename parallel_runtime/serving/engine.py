@@ -3,10 +3,10 @@
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
 from os import PathLike, fspath
+from queue import SimpleQueue
 from types import TracebackType
 from typing import Self, Unpack, final
 
@@ -15,20 +15,25 @@ import msgspec
 from parallel_runtime.config import current_environ
 from parallel_runtime.errors import CheckpointError, ContextStateError, RequestError
 from parallel_runtime.models import Checkpoint, Tokenizer, load_tokenizer, open_checkpoint, resolve_model
-from parallel_runtime.serving.arguments import Prompt, prompt_list, sampling_list
+from parallel_runtime.serving.answers import AnswerReader, Completion, JoinedAnswers, StreamEvent
+from parallel_runtime.serving.arguments import Chat, Prompt, prompt_list, sampling_list
 from parallel_runtime.serving.balancer import BalancePolicy
+from parallel_runtime.serving.calls import Call, call_events
 from parallel_runtime.serving.controller import DataParallelController
 from parallel_runtime.serving.engine_config import EngineConfig, EngineSettings, engine_config, shared_threads
+from parallel_runtime.serving.engine_controls import EngineControls
 from parallel_runtime.serving.executors import start_world
 from parallel_runtime.serving.lockstep import needs_lockstep
-from parallel_runtime.serving.messages import Abort, FinishReason, Ready, Request
+from parallel_runtime.serving.messages import Abort, Ready, Request
+from parallel_runtime.serving.metrics import EngineMetrics, MetricsSnapshot
 from parallel_runtime.serving.replicas import Replicas
-from parallel_runtime.serving.request_stream import RequestStream
+from parallel_runtime.serving.request_stream import Delivery, Sink
 from parallel_runtime.serving.sampling_params import SamplingParams
+from parallel_runtime.serving.token_keys import mix_seed
 from parallel_runtime.serving.worker import check_servable
 from parallel_runtime.topology.shards import split_layers
 
-__all__ = ["Completion", "Engine", "EngineState", "StreamEvent"]
+__all__ = ["Engine", "EngineState"]
 
 
 class EngineState(StrEnum):
@@ -37,50 +42,6 @@ class EngineState(StrEnum):
     NEW = "new"
     OPEN = "open"
     CLOSED = "closed"
-
-
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StreamEvent:
-    """New tokens of one prompt.
-
-    Attributes:
-        index: Position of the prompt among those of the call.
-        request_id: For ``Engine.abort``.
-        token_ids: New tokens.
-        text: Their text; may lag behind while a character is incomplete. ``""`` where the model has no tokenizer.
-        finish_reason: Why it ended; ``None`` while it goes on.
-        dp_rank: The data-parallel rank that serves it.
-    """
-
-    index: int
-    request_id: str
-    token_ids: tuple[int, ...]
-    text: str
-    finish_reason: FinishReason | None
-    dp_rank: int
-
-
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Completion:
-    """What became of one prompt.
-
-    Attributes:
-        request_id: Name of its request.
-        prompt_token_ids: The prompt.
-        token_ids: New tokens; the one that ended it is included.
-        text: Their text, without special tokens. ``""`` where the model has no tokenizer.
-        finish_reason: Why it ended.
-        dp_rank: The data-parallel rank that served it.
-    """
-
-    request_id: str
-    prompt_token_ids: tuple[int, ...]
-    token_ids: tuple[int, ...]
-    text: str
-    finish_reason: FinishReason
-    dp_rank: int
 
 
 @final
@@ -115,6 +76,7 @@ class Engine:
         self._state = EngineState.NEW
         self._stack = ExitStack()
         self._names = itertools.count()
+        self._metrics = EngineMetrics()
         self._eos_ids: tuple[int, ...] = ()
         self._tokenizer: Tokenizer | None = None
         self._no_tokenizer = ""
@@ -163,6 +125,17 @@ class Engine:
         return self._ready
 
     @property
+    def supervisor(self) -> Replicas:
+        """The replicas: where each is, to be drained and started again.
+
+        Raises:
+            ContextStateError: The engine is not open.
+        """
+        self._running()
+        assert self._supervised is not None
+        return self._supervised
+
+    @property
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer.
 
@@ -174,16 +147,21 @@ class Engine:
         return self._tokenizer
 
     def generate(
-        self, prompts: Iterable[Prompt], sampling: SamplingParams | Iterable[SamplingParams] | None = None
+        self,
+        prompts: Iterable[Prompt],
+        sampling: SamplingParams | Iterable[SamplingParams] | None = None,
+        *,
+        dp_rank: int | None = None,
     ) -> list[Completion]:
         """Continue prompts to their end.
 
         Args:
-            prompts: Texts or lists of token ids, from any iterable; none at all gives ``[]`` at once.
-            sampling: For all prompts, or one for each; greedy by default.
+            prompts: Texts, lists of token ids or chats (lists of messages), from any iterable; none at all gives ``[]`` at once.
+            sampling: For all prompts, or one for each; by default that of the engine's config.
+            dp_rank: The data-parallel rank that has to serve them, counted through all replicas; ``None`` leaves the choice open.
 
         Returns:
-            One completion per prompt, in the order of ``prompts``.
+            ``n`` completions per prompt, those of one prompt together, in the order of ``prompts``.
 
         Raises:
             ContextStateError: The engine is not open.
@@ -191,29 +169,26 @@ class Engine:
             QueueFullError: Other calls keep the queue full.
             RankFailedError: A rank failed.
         """
-        controller = self._running()
-        requests = self._make_requests(prompts, sampling)
-        results = controller.gather(requests)
-        return [
-            Completion(
-                request_id=result.request_id,
-                prompt_token_ids=request.prompt,
-                token_ids=result.token_ids,
-                text="" if self._tokenizer is None else self._tokenizer.decode(result.token_ids),
-                finish_reason=result.finish_reason,
-                dp_rank=result.dp_rank,
-            )
-            for request, result in zip(requests, results, strict=True)
-        ]
+        sink: SimpleQueue[Delivery] = SimpleQueue()
+        answers = self.read_prompts(prompts, sampling)
+        joined = JoinedAnswers(answers)
+        for event in call_events(self.open_call(answers, sink, dp_rank=dp_rank), sink):
+            joined.add(event)
+        return joined.completions()
 
     def stream(
-        self, prompts: Iterable[Prompt], sampling: SamplingParams | Iterable[SamplingParams] | None = None
+        self,
+        prompts: Iterable[Prompt],
+        sampling: SamplingParams | Iterable[SamplingParams] | None = None,
+        *,
+        dp_rank: int | None = None,
     ) -> Iterator[StreamEvent]:
         """Continue prompts and hand out their tokens as they come. Leaving the loop early aborts what still runs.
 
         Args:
             prompts: As for ``generate``.
             sampling: As for ``generate``.
+            dp_rank: As for ``generate``.
 
         Returns:
             Events of all prompts, interleaved as they happen.
@@ -224,9 +199,69 @@ class Engine:
             QueueFullError: Other calls keep the queue full.
             RankFailedError: A rank failed.
         """
-        controller = self._running()
-        requests = self._make_requests(prompts, sampling)
-        return self._events(requests, controller.stream(requests))
+        sink: SimpleQueue[Delivery] = SimpleQueue()
+        return call_events(self.open_call(self.read_prompts(prompts, sampling), sink, dp_rank=dp_rank), sink)
+
+    def read_prompts(
+        self, prompts: Iterable[Prompt], sampling: SamplingParams | Iterable[SamplingParams] | None = None
+    ) -> list[AnswerReader]:
+        """Make requests of prompts, without sending any; for fronts of their own such as ``AsyncEngine``.
+
+        Args:
+            prompts: As for ``generate``.
+            sampling: As for ``generate``.
+
+        Returns:
+            One reader for each answer that is wanted.
+
+        Raises:
+            ContextStateError: The engine is not open.
+            RequestError: An argument is of another kind, or a chat is refused by the model's template.
+        """
+        self._running()
+        each = prompt_list(prompts)
+        settings = sampling_list(sampling, count=len(each), default=self.config.sampling)
+        return [
+            answer
+            for index, (prompt, params) in enumerate(zip(each, settings, strict=True))
+            for answer in self._answers(index, prompt, params)
+        ]
+
+    def open_call(self, answers: Sequence[AnswerReader], sink: Sink, *, dp_rank: int | None = None) -> Call:
+        """Prepare to serve requests, without sending any; for fronts of their own such as ``AsyncEngine``.
+
+        Args:
+            answers: From ``read_prompts``.
+            sink: Where deliveries go; called from the engine's threads.
+            dp_rank: As for ``generate``.
+
+        Returns:
+            The call. It is to be closed.
+
+        Raises:
+            ContextStateError: The engine is not open.
+        """
+        return Call(
+            self._running(),
+            answers,
+            sink,
+            metrics=self._metrics,
+            share_from=self.serving.page_size,
+            dp_rank=dp_rank,
+        )
+
+    @property
+    def controls(self) -> EngineControls:
+        """What can be asked of all replicas beside requests: pause and resume, sleep and wake, weights, health, profiles.
+
+        Raises:
+            ContextStateError: The engine is not open.
+        """
+        return self._running().controls
+
+    def metrics(self) -> MetricsSnapshot:
+        """Requests, tokens and times since the engine was opened, as its front sees them."""
+        return self._metrics.snapshot()
 
     def abort(self, request_id: str | None = None) -> None:
         """End a request, or all of them; what it made so far is delivered with the reason ``abort``. Unknown ones are nothing.
@@ -291,37 +326,17 @@ class Engine:
         self._supervised = replicas
         return controller
 
-    def _make_requests(
-        self, prompts: Iterable[Prompt], sampling: SamplingParams | Iterable[SamplingParams] | None
-    ) -> list[Request]:
-        each = prompt_list(prompts)
-        return [self._make_request(*pair) for pair in zip(each, sampling_list(sampling, count=len(each)), strict=True)]
-
-    def _make_request(self, prompt: str | tuple[int, ...], sampling: SamplingParams) -> Request:
-        tokens = tuple(self.tokenizer.encode(prompt)) if isinstance(prompt, str) else prompt
-        if not sampling.ignore_eos:
-            stops = dict.fromkeys((*sampling.stop_token_ids, *self._eos_ids))
-            sampling = msgspec.structs.replace(sampling, stop_token_ids=tuple(stops))
-        return Request(request_id=f"r{next(self._names)}", prompt=tokens, sampling=sampling)
-
-    def _events(self, requests: Sequence[Request], outputs: RequestStream) -> Iterator[StreamEvent]:
-        indices = {request.request_id: index for index, request in enumerate(requests)}
-        decoders = [None if self._tokenizer is None else self._tokenizer.stream() for _ in requests]
-        try:
-            for output in outputs:
-                index = indices[output.request_id]
-                decoder = decoders[index]
-                text = ""
-                if decoder is not None:
-                    text = "".join(decoder.push(token) for token in output.token_ids)
-                    text += "" if output.finish_reason is None else decoder.flush()
-                yield StreamEvent(
-                    index=index,
-                    request_id=output.request_id,
-                    token_ids=output.token_ids,
-                    text=text,
-                    finish_reason=output.finish_reason,
-                    dp_rank=outputs.dp_ranks[output.request_id],
-                )
-        finally:
-            outputs.close()
+    def _answers(self, index: int, prompt: str | tuple[int, ...] | Chat, sampling: SamplingParams) -> Iterator[AnswerReader]:
+        """A reader for each answer to one prompt; the first has the seed that was given, the others seeds made of it."""
+        if isinstance(prompt, Chat):
+            prompt = tuple(self.tokenizer.chat(prompt.messages))
+        elif isinstance(prompt, str):
+            prompt = tuple(self.tokenizer.encode(prompt))
+        stops = sampling.stop_token_ids if sampling.ignore_eos else (*sampling.stop_token_ids, *self._eos_ids)
+        if sampling.stop and self._tokenizer is None:
+            raise RequestError(f"stop={sampling.stop!r} needs a tokenizer, and this model has none; give stop_token_ids")
+        for sample in range(sampling.n):
+            seed = sampling.seed if sampling.seed is None or not sample else mix_seed(sampling.seed, sample)
+            own = msgspec.structs.replace(sampling, stop_token_ids=tuple(dict.fromkeys(stops)), stop=(), n=1, seed=seed)
+            request = Request(request_id=f"r{next(self._names)}", prompt=prompt, sampling=own)
+            yield AnswerReader(request, index=index, sample=sample, stops=sampling.stop, tokenizer=self._tokenizer)

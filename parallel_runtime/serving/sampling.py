@@ -25,7 +25,7 @@ from parallel_runtime.serving.batch import Chunk
 from parallel_runtime.serving.messages import Sampled, TokenLogprobs
 from parallel_runtime.serving.penalties import adjust_logits
 from parallel_runtime.serving.sampling_params import SamplingParams
-from parallel_runtime.serving.token_keys import LOWEST_KEY, gumbel_noise, key_ids, key_scores, make_keys, mix_seed
+from parallel_runtime.serving.token_keys import LOWEST_KEY, gumbel_noise, key_ids, key_scores, make_keys, mix_seed, top_keys
 
 __all__ = ["TokenSampler"]
 
@@ -82,7 +82,7 @@ class TokenSampler:
             if not chunk.sampling.is_greedy:
                 scores_V = _tempered(scores_V, chunk.sampling) + gumbel_noise(self._seed(chunk), own_ids_V)
             score, index = scores_V.max(-1)
-            winners.append(make_keys(score.reshape(1), first_id=0) - index - self._own.start)
+            winners.append(make_keys(score.reshape(1), index + self._own.start))
         return [int(token) for token in key_ids(self._gather(torch.stack(winners)).amax(0)[:, 0])]
 
     def _choose_filtered(self, chunks: Sequence[Chunk], scores_RV: Tensor) -> list[int]:
@@ -99,8 +99,7 @@ class TokenSampler:
 
     def _likeliest(self, scores_RV: Tensor, *, count: int) -> "list[_Candidates]":
         """The likeliest tokens of each row, at least those of which every member can be sure."""
-        keys_RC = _top_keys(scores_RV, count=count, first_id=self._own.start)
-        log_sum_R1 = scores_RV.double().logsumexp(-1, keepdim=True)
+        keys_RC, log_sum_R1 = top_keys(scores_RV, count=count, first_id=self._own.start), _log_sums(scores_RV)
         all_GRC = self._gather(torch.cat((keys_RC, log_sum_R1.view(torch.int64)), dim=-1))
         keys_GRC, log_sum_GR = all_GRC[..., :-1], all_GRC[..., -1].contiguous().view(torch.float64)
         is_cut_G = torch.tensor([size > count for size in self._sizes], device=keys_GRC.device)
@@ -128,8 +127,8 @@ class TokenSampler:
         chosen_R1 = torch.tensor([[tokens[row]] for row in rows], device=logits_RV.device) - self._own.start
         is_own_R1 = (chosen_R1 >= 0) & (chosen_R1 < len(self._own))
         logit_R1 = logits_RV.gather(-1, chosen_R1.where(is_own_R1, 0)).where(is_own_R1, -torch.inf).double()
-        sums_R2 = torch.cat((logit_R1, logits_RV.double().logsumexp(-1, keepdim=True)), dim=-1)
-        keys_RC = _top_keys(logits_RV, count=most, first_id=self._own.start)
+        sums_R2 = torch.cat((logit_R1, _log_sums(logits_RV)), dim=-1)
+        keys_RC = top_keys(logits_RV, count=most, first_id=self._own.start)
         all_GRC = self._gather(torch.cat((keys_RC, sums_R2.view(torch.int64)), dim=-1))
         sums_GR2 = all_GRC[..., most:].contiguous().view(torch.float64)
         log_sum_R = sums_GR2[..., 1].logsumexp(0)
@@ -189,13 +188,12 @@ def _tempered(scores_V: Tensor, sampling: SamplingParams) -> Tensor:
     return scores_V / min(sampling.temperature, _MAX_TEMPERATURE)
 
 
-def _top_keys(scores_RV: Tensor, *, count: int, first_id: int) -> Tensor:
-    """The ``count`` greatest keys of each row, in order; filled up with ``LOWEST_KEY`` where there are fewer tokens."""
-    keys_RV = make_keys(scores_RV, first_id=first_id)
-    top_RC = keys_RV.topk(min(count, keys_RV.shape[-1])).values
-    return torch.nn.functional.pad(top_RC, (0, count - top_RC.shape[-1]), value=LOWEST_KEY)
+def _log_sums(scores_RV: Tensor) -> Tensor:
+    """``(R, 1)`` float64: the logarithm of the sum of ``exp(score)`` of each row."""
+    highest_R1 = scores_RV.amax(-1, keepdim=True).clamp_min_(torch.finfo(torch.float32).min)  # a part may be all impossible
+    return (scores_RV - highest_R1).exp_().sum(-1, keepdim=True, dtype=torch.float64).log_() + highest_R1
 
 
 def _whole(scores_V: Tensor) -> _Candidates:
-    keys_V = make_keys(scores_V, first_id=0).sort(descending=True).values
-    return _Candidates(keys=keys_V, log_sum=float(scores_V.double().logsumexp(-1)), is_all=True)
+    ordered_V, ids_V = scores_V.sort(descending=True, stable=True)
+    return _Candidates(keys=make_keys(ordered_V, ids_V), log_sum=float(_log_sums(scores_V.unsqueeze(0))), is_all=True)

@@ -4,7 +4,7 @@ A key holds the score in its upper half and the id, reversed, in its lower half:
 scores the one with the lower id. So keys of several ranks merge into one order without a tie that ranks could break differently.
 The noise of a token depends on (seed, position, id) alone: a rank makes that of its own part of the vocabulary, or of a few ids.
 
-Legend: V vocabulary, or some tokens of it.
+Legend: R rows, V vocabulary, or some tokens of it, C candidates.
 """
 
 from functools import reduce
@@ -12,7 +12,7 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-__all__ = ["LOWEST_KEY", "gumbel_noise", "key_ids", "key_scores", "make_keys", "mix_seed"]
+__all__ = ["LOWEST_KEY", "gumbel_noise", "key_ids", "key_scores", "make_keys", "mix_seed", "top_keys"]
 
 LOWEST_KEY = -(2**63)
 """Less than the key of every token."""
@@ -24,20 +24,40 @@ _SECOND_FACTOR = 0x94D049BB133111EB
 _LOW_HALF = 2**32 - 1
 
 
-def make_keys(scores_V: Tensor, *, first_id: int) -> Tensor:
-    """Make keys of consecutive tokens.
+def make_keys(scores_V: Tensor, ids_V: Tensor) -> Tensor:
+    """Make keys.
 
     Args:
-        scores_V: Float32, ``(..., V)``.
-        first_id: Id of the first of them; the last one is below 2**32.
+        scores_V: Float32.
+        ids_V: Int64, of the same shape, below 2**32.
 
     Returns:
-        ``(..., V)`` int64.
+        Int64 of the same shape.
     """
     bits_V = (scores_V + 0.0).view(torch.int32)  # + 0.0 makes one zero of two
     ordered_V = bits_V ^ ((bits_V >> 31) & 0x7FFFFFFF)
-    ids_V = torch.arange(first_id, first_id + scores_V.shape[-1], device=scores_V.device)
     return (ordered_V.to(torch.int64) << 32) | (_LOW_HALF - ids_V)
+
+
+def top_keys(scores_RV: Tensor, *, count: int, first_id: int) -> Tensor:
+    """The keys of the likeliest consecutive tokens of each row.
+
+    Args:
+        scores_RV: Float32.
+        count: How many.
+        first_id: Id of the first column.
+
+    Returns:
+        ``(R, count)``, greatest first; filled up with ``LOWEST_KEY`` where there are fewer tokens.
+    """
+    width = scores_RV.shape[-1]
+    taken = min(count, width)
+    scores_RC, columns_RC = scores_RV.topk(min(taken + 1, width))
+    if 0 < taken < width:
+        for row in (scores_RC[:, taken - 1] == scores_RC[:, taken]).nonzero()[:, 0].tolist():
+            columns_RC[row, :taken] = _lowest_of_equals(scores_RV[row], scores_RC[row], columns_RC[row], taken)
+    keys_RC = make_keys(scores_RC[:, :taken], columns_RC[:, :taken] + first_id).sort(descending=True).values
+    return torch.nn.functional.pad(keys_RC, (0, count - taken), value=LOWEST_KEY)
 
 
 def key_ids(keys_V: Tensor) -> Tensor:
@@ -89,6 +109,13 @@ def mix_seed(*parts: int) -> int:
     Source: Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators", the finaliser of SplitMix64.
     """
     return reduce(_mix, parts, 0) >> 1
+
+
+def _lowest_of_equals(scores_V: Tensor, top_C: Tensor, columns_C: Tensor, count: int) -> Tensor:
+    """The columns of the ``count`` greatest, where ``topk`` has picked any of those that equal the last one."""
+    last = top_C[count - 1]
+    above = columns_C[top_C > last]
+    return torch.cat((above, (scores_V == last).nonzero()[: count - len(above), 0]))
 
 
 def _mix(state: int, part: int) -> int:

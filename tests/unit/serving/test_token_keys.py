@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parallel_runtime.serving.token_keys import LOWEST_KEY, gumbel_noise, key_ids, key_scores, make_keys, mix_seed
+from parallel_runtime.serving.token_keys import LOWEST_KEY, gumbel_noise, key_ids, key_scores, make_keys, mix_seed, top_keys
 
 INTEGERS = st.lists(st.integers(0, 2**63 - 1), min_size=1, max_size=4)
 SCORES = st.lists(st.floats(width=32, allow_nan=False) | st.sampled_from([0.0, -0.0, 1.0, -1.0]), min_size=1, max_size=12)
@@ -12,12 +12,21 @@ SCORES = st.lists(st.floats(width=32, allow_nan=False) | st.sampled_from([0.0, -
 
 @given(SCORES, st.integers(0, 2**32 - 20))
 def test_greater_keys_are_likelier_tokens_and_of_equals_the_lower_id(scores: list[float], first_id: int) -> None:
-    keys = make_keys(torch.tensor(scores), first_id=first_id)
+    keys = make_keys(torch.tensor(scores), torch.arange(first_id, first_id + len(scores)))
     order = sorted(range(len(scores)), key=lambda index: (-scores[index], index))
     assert keys.argsort(descending=True).tolist() == order
     assert (key_ids(keys) - first_id).tolist() == list(range(len(scores)))
     assert key_scores(keys).tolist() == scores
     assert keys.min() > LOWEST_KEY
+
+
+@given(st.lists(SCORES, min_size=1, max_size=3), st.integers(0, 14), st.integers(0, 9))
+def test_the_greatest_keys_are_found_without_making_all(rows: list[list[float]], count: int, first_id: int) -> None:
+    width = min(map(len, rows))
+    scores = torch.tensor([row[:width] for row in rows])
+    every = make_keys(scores, torch.arange(first_id, first_id + width).expand(len(rows), -1)).sort(descending=True).values
+    expected = torch.nn.functional.pad(every, (0, max(0, count - width)), value=LOWEST_KEY)[:, :count]
+    assert torch.equal(top_keys(scores, count=count, first_id=first_id), expected)
 
 
 def test_noise_has_gumbels_distribution() -> None:
