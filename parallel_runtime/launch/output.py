@@ -10,6 +10,7 @@ from threading import Thread
 from types import TracebackType
 from typing import Self, final
 
+from parallel_runtime.context.threads import start_thread
 from parallel_runtime.errors import LaunchError
 
 __all__ = ["RankOutput", "close_all", "fill_standard_descriptors", "log_path"]
@@ -140,11 +141,16 @@ class RankOutput:
         return self._ends[rank]
 
     def handed_over(self) -> None:
-        """The ranks have their ends: close this process's, so that the end of the ranks is the end of the streams."""
+        """The ranks have their ends: close this process's, so that the end of the ranks is the end of the streams.
+
+        Raises:
+            ConfigError: This process may not have another thread.
+        """
         self._to_hand_over.close()
         if self._prefix_output and self._thread is None:
-            self._thread = Thread(target=self._pass_on, name="rank-output", daemon=True)
-            self._thread.start()
+            thread = Thread(target=self._pass_on, name="rank-output", daemon=True)
+            start_thread(thread, "to pass the ranks' output on")
+            self._thread = thread
 
     def _open(self, rank: int, stack: ExitStack) -> tuple[int, int]:
         file = () if self._log_dir is None else (self._open_log(self._log_dir, rank, stack),)

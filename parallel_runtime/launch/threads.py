@@ -13,6 +13,7 @@ from parallel_runtime.comm.local import LocalHub
 from parallel_runtime.config.environment import Identity
 from parallel_runtime.config.parallel_config import ParallelConfig
 from parallel_runtime.context.parallel_context import ParallelContext
+from parallel_runtime.context.threads import start_thread
 from parallel_runtime.errors import ConfigError, LaunchError, PeerError
 from parallel_runtime.launch.guards import end_forked_copy
 from parallel_runtime.launch.outcome import failure_of, rank_failed_error
@@ -53,7 +54,8 @@ def run_threads(
     Raises:
         ArgumentError: ``fn`` cannot be called, ``config`` is no config, ``timeout_s`` is not a number of seconds, or ``seed`` is
             no int.
-        ConfigError: The backend connects processes only, or cannot keep an order, or the config does not number its ranks from 0.
+        ConfigError: The backend connects processes only, or cannot keep an order, the config does not number its ranks from 0, or
+            this process may not have so many threads.
         LaunchError: The ranks did not finish in time.
         RankFailedError: A rank raised; the exception itself is the cause (``__cause__``).
     """
@@ -83,9 +85,9 @@ class _ThreadRanks(Generic[_T]):
 
     def run(self, timeout_s: float | None) -> list[_T]:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        for thread in self._threads:
-            thread.start()
         try:
+            for thread in self._threads:
+                start_thread(thread, f"to run {self._config.world_size} ranks as threads")
             while len(self._results) < self._config.world_size:
                 if not self._take_news(deadline):
                     raise self._late_error(timeout_s)
