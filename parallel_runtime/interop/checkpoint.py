@@ -8,7 +8,8 @@ from collections.abc import MutableMapping
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 
 from parallel_runtime.context import ParallelContext
 

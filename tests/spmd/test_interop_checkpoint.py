@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from parallel_runtime import ParallelConfig, ParallelContext, PeerError, run_threads
@@ -56,7 +56,7 @@ def test_torch_itself_reads_it(tmp_path: Path) -> None:
     run_threads(_save, ParallelConfig(tp=2, pp=2), tmp_path, timeout_s=60)
     state = {"model": {"both": torch.zeros(8, 8)}, "step": 0}
     with pytest.warns(UserWarning, match="assuming the intent is to load in a single process"):
-        dcp.load(state, checkpoint_id=tmp_path, no_dist=True)
+        load(state, checkpoint_id=tmp_path, no_dist=True)
     assert torch.equal(state["model"]["both"], BIG)  # type: ignore[index]  # a dict
     assert state["step"] == 41
 

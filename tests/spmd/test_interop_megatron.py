@@ -10,6 +10,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from parallel_runtime import ParallelConfig, ParallelContext, run_threads
+from parallel_runtime.comm import hash_store
 from parallel_runtime.interop import megatron_process_groups
 
 with warnings.catch_warnings():
@@ -24,7 +25,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::F
 @pytest.fixture
 def default_group() -> Iterator[None]:
     """Megatron asks whether there is one, and never uses it."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=hash_store(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 

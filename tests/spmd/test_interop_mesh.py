@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 import pytest
 import torch
@@ -14,10 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from parallel_runtime import ParallelConfig, ParallelContext, launch, run_threads
 from parallel_runtime.interop import device_mesh
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor"),
-    pytest.mark.filterwarnings("ignore:.*no CUDA:UserWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
 
 
 class _Net(nn.Module):
@@ -31,7 +29,8 @@ class _Net(nn.Module):
                 parameter.copy_(torch.linspace(-1, 1, parameter.numel()).sin().view(parameter.shape))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(torch.relu(self.up(x))).clone()
+        out: Tensor = self.down(torch.relu(self.up(x)))
+        return out.clone()  # fully_shard warns of views
 
 
 def _batches() -> Tensor:
@@ -60,7 +59,8 @@ def _fsdp_times_tp(ctx: ParallelContext) -> dict[str, Tensor]:
         fully_shard(layer, mesh=mesh["dp"])
     _train(net, lambda batch: batch.chunk(ctx.dp.world_size)[ctx.dp.rank_in_group])
     assert not dist.is_initialized()
-    assert net.up.weight.to_local().shape == (32 // ctx.tp.world_size // ctx.dp.world_size, 16)  # type: ignore[operator]  # a DTensor
+    assert isinstance(net.up.weight, DTensor)
+    assert net.up.weight.to_local().shape == (32 // ctx.tp.world_size // ctx.dp.world_size, 16)
     return {name: tensor.full_tensor() for name, tensor in net.state_dict().items()}
 
 
@@ -74,7 +74,7 @@ def _check(results: Sequence[dict[str, Tensor]]) -> None:
 
 
 @pytest.mark.parametrize("backend", ["local", "gloo"])
-def test_fsdp2_times_tensor_parallel_trains_like_one_process(backend: str) -> None:
+def test_fsdp2_times_tensor_parallel_trains_like_one_process(backend: Literal["local", "gloo"]) -> None:
     _check(run_threads(_fsdp_times_tp, ParallelConfig(tp=2, dp=2, backend=backend), timeout_s=100))
 
 

@@ -29,6 +29,7 @@ def test_it_says_what_the_whole_model_says(tmp_path: Path, config: object) -> No
     logits = whole(IDS).logits
     logits.pow(2).mean().backward()
     wanted = whole.get_parameter("model.layers.0.self_attn.q_proj.weight").grad
+    assert wanted is not None
 
     def body(ctx: ParallelContext) -> None:
         model = shard_pretrained(_load(folder), ctx)
