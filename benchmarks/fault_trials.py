@@ -22,6 +22,8 @@ _GROUPS = ("world", "tp", "dp", "pp")
 _TENSOR_OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
 _ANY_OPERATION = (*_TENSOR_OPERATIONS, "barrier", "broadcast_object")
 _IN_A_PROCESS = (FaultKind.EXIT, FaultKind.OS_EXIT, FaultKind.SIGKILL, FaultKind.SIGSTOP)
+_KINDS = tuple(kind for kind in FaultKind if kind is not FaultKind.LOSE)
+"""No step is a send, so there is none to lose."""
 _ENDLESS_S = 3600.0
 _THREAD_STALL_S = 4.0
 """Long enough to be noticed; a thread cannot be killed, so it has to end."""
@@ -129,7 +131,7 @@ def draw(seed: int, number: int) -> Trial:
     rng = random.Random(f"{seed}/{number}")
     backend = rng.choice(("gloo", "gloo", "shm", "shm", "local", "gloo threads"))
     in_threads = backend in ("local", "gloo threads")
-    kind = rng.choice([kind for kind in FaultKind if not (in_threads and kind in _IN_A_PROCESS)])
+    kind = rng.choice([kind for kind in _KINDS if not (in_threads and kind in _IN_A_PROCESS)])
     sizes = _draw_sizes(rng, needs_two_groups=kind is FaultKind.WRONG_ORDER)
     own = {"local": {"backend": "local"}, "gloo threads": {"backend": "gloo", "shm": "off"}}
     settings = own.get(backend, {"backend": "gloo", "shm": "on" if backend == "shm" else "off"})
