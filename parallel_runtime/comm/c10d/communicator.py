@@ -1,51 +1,28 @@
-"""Groups of ``torch.distributed`` built straight from a store, and the stores themselves.
+"""Groups of ``torch.distributed`` built straight from a store.
 
-No default process group, no entry in torch's tables: ``torch.distributed.is_initialized()`` stays as it was. This is the only
-module of the runtime that imports ``torch.distributed``; what its backends raise is translated here.
+No default process group, no entry in torch's tables: ``torch.distributed.is_initialized()`` stays as it was. What the backends
+raise is translated here.
 """
 
-import os
 import re
-import resource
-import socket
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from pathlib import Path
 from time import monotonic
-from typing import Any, Final, TypeAlias, final
+from typing import Any, Final, final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
+from parallel_runtime.comm.c10d.stores import Store
 from parallel_runtime.comm.communicator import Communicator, Operation, ReduceOp, Work
-from parallel_runtime.errors import ArgumentError, ConfigError, PeerError, PeerLostError, PeerTimeoutError
+from parallel_runtime.errors import ArgumentError, PeerError, PeerLostError, PeerTimeoutError
 
-__all__ = [
-    "C10dCommunicator",
-    "HostedStore",
-    "Store",
-    "adopted",
-    "connect_store",
-    "file_store",
-    "gloo_device",
-    "hash_store",
-    "listen_store",
-    "need_descriptors",
-    "prefix_store",
-    "wrap",
-]
+__all__ = ["C10dCommunicator", "gloo_device"]
 
-Store: TypeAlias = c10d.Store
-"""Any store of torch: a small shared table of keys and bytes."""
-
-_STORE_START_S: Final = 5.0
-"""How long a store may take to answer its own process."""
-_STORE_DESCRIPTORS: Final = 12
-_CLIENT_DESCRIPTORS: Final = 2
 _SLICE: Final = timedelta(seconds=0.25)
 """How long a gloo collective waits between two looks at what has become of its peers."""
 _SLICE_IS_OVER: Final = "Operation timed out!"
@@ -400,174 +377,3 @@ def gloo_device(hostname: str = "127.0.0.1") -> object:
         return c10d.ProcessGroupGloo.create_device(hostname=hostname)
     except RuntimeError as exc:
         raise ArgumentError(f"gloo cannot listen on {hostname!r}: {str(exc).splitlines()[0]}") from exc
-
-
-@final
-class HostedStore:
-    """A TCP store that this process serves.
-
-    Attributes:
-        store: The store itself, usable here like by everyone else.
-        host: Where it listens.
-        port: The port it was given by the system.
-    """
-
-    __slots__ = ("host", "port", "store")
-
-    def __init__(self, store: Store, host: str, port: int) -> None:
-        self.store = store
-        self.host = host
-        self.port = port
-
-
-def listen_store(
-    host: str = "127.0.0.1", *, port: int = 0, world_size: int | None = None, timeout_s: float = 60.0
-) -> HostedStore:
-    """Serve a store on ``host``, and only there.
-
-    Args:
-        host: Address or name to listen on.
-        port: Fixed port, or 0 for one that the system picks while binding.
-        world_size: How many ranks will connect, if known.
-        timeout_s: Default patience of its gets, in seconds.
-
-    Returns:
-        The store with its address; it is served until the last reference is dropped.
-
-    Raises:
-        ArgumentError: ``host`` and ``port`` cannot be bound.
-        ConfigError: This process may open too few descriptors.
-        PeerError: The store does not come up.
-    """
-    need_descriptors(_STORE_DESCRIPTORS, "to serve a store")
-    try:
-        family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        listener = socket.socket(family, kind, proto)
-        try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(address)
-            listener.listen(1024)
-        except OSError:
-            listener.close()
-            raise
-    except OSError as exc:
-        raise ArgumentError(f"cannot listen on {host}:{port}: {exc}") from exc
-    bound = int(listener.getsockname()[1])
-    try:
-        store = c10d.TCPStore(
-            host,
-            bound,
-            world_size,
-            is_master=True,
-            timeout=timedelta(seconds=min(timeout_s, _STORE_START_S)),
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),
-        )
-    except RuntimeError as exc:
-        raise PeerError(f"a store on {host}:{bound} does not come up: {str(exc).splitlines()[0]}") from exc
-    store.set_timeout(timedelta(seconds=timeout_s))
-    return HostedStore(store, host, bound)
-
-
-def connect_store(host: str, port: int, *, timeout_s: float = 60.0) -> Store:
-    """Connect to a store that another process serves.
-
-    Args:
-        host: Where it listens.
-        port: Its port.
-        timeout_s: How long to try, and the default patience of its gets, in seconds.
-
-    Returns:
-        The store.
-
-    Raises:
-        ConfigError: This process may open too few descriptors.
-        PeerTimeoutError: Nobody answered within ``timeout_s``.
-    """
-    need_descriptors(_CLIENT_DESCRIPTORS, "to reach a store")
-    try:
-        return c10d.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
-    except RuntimeError as exc:
-        raise PeerTimeoutError(f"no store answered at {host}:{port} within {timeout_s:g} s; is rank 0 running?") from exc
-
-
-def need_descriptors(count: int, purpose: str) -> None:
-    """Refuse at once what would otherwise be tried in vain until a deadline.
-
-    Args:
-        count: File descriptors that will be opened.
-        purpose: What for, for the error.
-
-    Raises:
-        ConfigError: This process may not open as many.
-    """
-    taken: list[int] = []
-    try:
-        while len(taken) < count:
-            taken.append(os.open(os.devnull, os.O_RDONLY))
-    except OSError as exc:
-        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        raise ConfigError(
-            f"{purpose}, {count} free file descriptors are needed, but this process may open {len(taken)} more "
-            f"({exc.strerror}; its limit is {limit}); close files, or raise the limit, such as by ulimit -n {limit + 1024}"
-        ) from exc
-    finally:
-        for fd in taken:
-            os.close(fd)
-
-
-def prefix_store(store: Store, prefix: str) -> Store:
-    """A view of ``store`` in which every key is under ``prefix``."""
-    return c10d.PrefixStore(prefix, store)
-
-
-def hash_store() -> Store:
-    """A store in memory, for ranks that are threads of one process."""
-    return c10d.HashStore()
-
-
-def file_store(path: str | Path, world_size: int) -> Store:
-    """A store in a file that every rank can reach.
-
-    Args:
-        path: A file that does not exist yet, or that this world made.
-        world_size: How many ranks share it.
-
-    Returns:
-        The store.
-    """
-    return c10d.FileStore(str(path), world_size)
-
-
-def wrap(store: object) -> Store:
-    """Accept a store that a user brings along.
-
-    Args:
-        store: Any ``torch.distributed.Store``.
-
-    Returns:
-        The same object.
-
-    Raises:
-        ArgumentError: It is something else.
-    """
-    if not isinstance(store, c10d.Store):
-        raise ArgumentError(f"expected a torch.distributed store, got {type(store).__name__}")
-    return store
-
-
-def adopted(process_group: object) -> tuple[Store, int, int]:
-    """What a process group of somebody else offers to stand on. It is neither used for communication nor destroyed.
-
-    Args:
-        process_group: Any ``torch.distributed.ProcessGroup``, such as ``torch.distributed.group.WORLD``.
-
-    Returns:
-        Its store, this process's rank in it, and its size.
-
-    Raises:
-        ArgumentError: It is something else.
-    """
-    if not isinstance(process_group, c10d.ProcessGroup):
-        raise ArgumentError(f"expected a torch.distributed process group, got {type(process_group).__name__}")
-    return process_group.get_group_store(), process_group.rank(), process_group.size()

@@ -15,7 +15,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from parallel_runtime.comm.extensions import Reader, Writer, type_name
+from parallel_runtime.comm.codec.extensions import Reader, Writer, type_name
 from parallel_runtime.comm.tensors import as_bytes, dense, dtype_named
 from parallel_runtime.errors import SerializationError
 
@@ -118,7 +118,7 @@ def open_body(body: bytes | bytearray | memoryview, device: torch.device) -> Bod
         start = _HEAD.size + entries_bytes
         end = start + tree_bytes
         if end > len(view) or pickled > 1:
-            raise ValueError(f"{len(view)} bytes that start with {bytes(view[:4])!r}")
+            raise SerializationError(f"a message arrived damaged: {len(view)} bytes that start with {bytes(view[:4])!r}")
         for name, shape, on_cpu, is_inside in _ENTRIES.decode(view[_HEAD.size : start]) if entries_bytes else ():
             tensor = torch.empty(shape, dtype=dtype_named(name), device=torch.device("cpu") if on_cpu else device)
             tensors.append(tensor)
