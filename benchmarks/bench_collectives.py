@@ -291,6 +291,8 @@ def main() -> None:
                         results.setdefault(peer, []).append(rows)
                 except (RuntimeError, subprocess.TimeoutExpired) as exc:
                     missing[peer] = str(exc)
+        if OURS not in results:
+            raise SystemExit(f"nothing to compare with: {missing.get(OURS, 'parallel_runtime was left out')}")
         text.append(tables(results, ranks, arguments.operations, fastest=arguments.fastest))
     text += [f"{peer} is missing: {why}\n" for peer, why in missing.items()]
     sys.stdout.write("\n".join(text))

@@ -103,6 +103,25 @@ def test_a_dropped_handle_still_delivers(pair: Threads) -> None:
     assert pair.run(body) == [True, True]
 
 
+def test_a_small_send_is_done_at_once_and_its_tensor_free(pair: Threads) -> None:
+    """Also where its memory is used again at once, by a send of the same size from the same place."""
+
+    def body(comm: ShmCommunicator) -> bool:
+        if comm.rank_in_group == 0:
+            source = torch.empty(1000, dtype=torch.uint8)
+            for number in range(5):
+                work = comm.isend(source.copy_(pattern(1000, number)), 1, number)
+                assert work.is_done()
+                work.wait(TIMEOUT_S)
+            return True
+        targets = [torch.empty(1000, dtype=torch.uint8) for _ in range(5)]
+        for number in (4, 0, 3, 1, 2):
+            comm.irecv(targets[number], 0, number).wait(TIMEOUT_S)
+        return all(torch.equal(target, pattern(1000, number)) for number, target in enumerate(targets))
+
+    assert pair.run(body) == [True, True]
+
+
 def test_another_size_is_an_error_of_that_receive_alone(pair: Threads) -> None:
     def body(comm: ShmCommunicator) -> bool:
         if comm.rank_in_group == 0:
