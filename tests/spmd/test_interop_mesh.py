@@ -81,7 +81,12 @@ def test_fsdp2_times_tensor_parallel_trains_like_one_process(backend: Literal["l
 @pytest.mark.processes
 @pytest.mark.timeout(100)
 def test_it_does_so_through_shared_memory() -> None:
-    _check(launch(_fsdp_times_tp, ParallelConfig(tp=2, dp=2), timeout_s=90))
+    _check(launch(_through_shared_memory, ParallelConfig(tp=2, dp=2), timeout_s=90))
+
+
+def _through_shared_memory(ctx: ParallelContext) -> dict[str, Tensor]:
+    assert "tensors over shm" in ctx.tp.describe()
+    return _fsdp_times_tp(ctx)
 
 
 def test_fsdp2_alone_and_hybrid() -> None:
