@@ -235,19 +235,17 @@ class EngineControls:
         """Wait for no answer of a replica any more.
 
         Args:
-            replica: Its number; ``None`` for all of them.
+            replica: Its number; ``None`` for all of them, for good.
             error: What happened.
         """
+        if replica is None:
+            self._forget_sources()
         with self._news:
             gone = {leader for leader in self._missing if replica is None or leader[0] == replica}
             if gone:
                 self._lost = error
                 self._missing -= gone
                 self._news.notify_all()
-
-    def close(self) -> None:
-        """Remove files that tensors were handed over in. Twice is nothing."""
-        self._forget_sources()
 
     def _exchange(self, action: Callable[[int], ControlAction], version: int | None) -> int:
         version = self.version + 1 if version is None else version

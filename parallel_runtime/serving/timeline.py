@@ -1,6 +1,7 @@
 """What one rank does when: shares of its time always, single stretches while somebody wants a profile."""
 
 import time
+from collections.abc import Callable
 from typing import final
 
 from parallel_runtime.serving.controls import RankProfile, Span
@@ -8,7 +9,7 @@ from parallel_runtime.serving.controls import RankProfile, Span
 __all__ = ["MAX_SPANS", "Timeline"]
 
 MAX_SPANS = 20_000
-"""Stretches that one profile holds at most."""
+"""Stretches that one profile holds at most, unless told otherwise."""
 
 
 @final
@@ -20,18 +21,22 @@ class Timeline:
     Args:
         rank: In its world.
         stage: Its pipeline stage.
+        clock: Tells seconds.
+        max_spans: Stretches that one profile holds at most.
     """
 
-    def __init__(self, *, rank: int, stage: int) -> None:
+    def __init__(self, *, rank: int, stage: int, clock: Callable[[], float] = time.monotonic, max_spans: int = MAX_SPANS) -> None:
         self._rank = rank
         self._stage = stage
+        self._clock = clock
+        self._max_spans = max_spans
         self._is_on = False
         self._spans: list[Span] = []
         self._started_s = 0.0
 
     def now(self) -> float:
         """The time, where a profile runs; 0 otherwise."""
-        return time.monotonic() if self._is_on else 0.0
+        return self._clock() if self._is_on else 0.0
 
     def add(self, what: str, start_s: float, *, num_tokens: int = 0) -> None:
         """Write down what ends now.
@@ -41,14 +46,14 @@ class Timeline:
             start_s: When it began, from ``now``.
             num_tokens: Of the batch.
         """
-        if self._is_on and start_s and len(self._spans) < MAX_SPANS:
-            self._spans.append(Span(what, start_s, time.monotonic(), num_tokens))
+        if self._is_on and start_s and len(self._spans) < self._max_spans:
+            self._spans.append(Span(what, start_s, self._clock(), num_tokens))
 
     def start(self) -> None:
         """Begin a profile; an earlier one is dropped."""
         self._is_on = True
         self._spans = []
-        self._started_s = time.monotonic()
+        self._started_s = self._clock()
 
     def stop(self) -> RankProfile:
         """End the profile.
@@ -57,7 +62,7 @@ class Timeline:
             What was written down since ``start``; nothing where none was started.
         """
         spans, self._spans = tuple(self._spans), []
-        seconds = time.monotonic() - self._started_s if self._is_on else 0.0
+        seconds = self._clock() - self._started_s if self._is_on else 0.0
         self._is_on = False
         return RankProfile(
             rank=self._rank,

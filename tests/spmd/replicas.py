@@ -12,6 +12,7 @@ from typing import Self, final
 
 from parallel_runtime.config import ParallelConfig
 from parallel_runtime.context import ParallelContext
+from parallel_runtime.errors import ContextStateError
 from parallel_runtime.launch import run_threads
 from parallel_runtime.models import open_checkpoint
 from parallel_runtime.serving import (
@@ -83,6 +84,7 @@ class Replicas:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.controller.shutdown()
         self.join()
+        self.controller.fail(ContextStateError("closed"))
         self._stack.close()
 
     def generate(self, *prompts: tuple[int, ...], new: int) -> list[tuple[int, ...]]:

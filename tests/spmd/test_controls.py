@@ -2,6 +2,7 @@
 
 import socket
 import threading
+import weakref
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,8 @@ from torch import Tensor
 
 from parallel_runtime.config import ParallelConfig
 from parallel_runtime.errors import PeerFailedError
-from parallel_runtime.serving import ServingConfig
+from parallel_runtime.models import ModelConfig
+from parallel_runtime.serving import Engine, SamplingParams, ServingConfig, TpModelWorker
 from parallel_runtime.serving.messages import StepOutput
 from parallel_runtime.serving.weight_transfer import send_weights, weight_context
 from parallel_runtime.testing.checkpoints import random_state, tiny_llama_config, tiny_moe_config, write_safetensors_checkpoint
@@ -36,9 +38,9 @@ LAYOUTS = [
 ]
 
 
-def two_models(folder: Path, config: object) -> tuple[Path, Path]:
+def two_models(folder: Path, config: ModelConfig) -> tuple[Path, Path]:
     """The same model with two sets of weights."""
-    return tuple(write_safetensors_checkpoint(folder / str(seed), config, seed=seed) for seed in (0, 1))  # type: ignore[return-value,arg-type]
+    return write_safetensors_checkpoint(folder / "0", config), write_safetensors_checkpoint(folder / "1", config, seed=1)
 
 
 def free_port() -> int:
@@ -48,7 +50,7 @@ def free_port() -> int:
 
 
 @pytest.mark.parametrize(("config", "parallel"), [LAYOUTS[1], LAYOUTS[2], LAYOUTS[6], LAYOUTS[7]])
-def test_paused_replicas_take_requests_and_compute_nothing(config: object, parallel: ParallelConfig, tmp_path: Path) -> None:
+def test_paused_replicas_take_requests_and_compute_nothing(config: ModelConfig, parallel: ParallelConfig, tmp_path: Path) -> None:
     model, _ = two_models(tmp_path, config)
     expected = greedy_reference(model, PROMPTS, NEW)
     with Replicas(model, parallel) as replicas:
@@ -66,7 +68,7 @@ def test_paused_replicas_take_requests_and_compute_nothing(config: object, paral
 
 
 @pytest.mark.parametrize(("config", "parallel"), LAYOUTS)
-def test_weights_from_disk_on_every_layout(config: object, parallel: ParallelConfig, tmp_path: Path) -> None:
+def test_weights_from_disk_on_every_layout(config: ModelConfig, parallel: ParallelConfig, tmp_path: Path) -> None:
     old, new = two_models(tmp_path, config)
     with Replicas(old, parallel) as replicas:
         assert replicas.generate(*PROMPTS, new=NEW) == greedy_reference(old, PROMPTS, NEW)
@@ -76,11 +78,11 @@ def test_weights_from_disk_on_every_layout(config: object, parallel: ParallelCon
 
 
 @pytest.mark.parametrize(("config", "parallel"), LAYOUTS)
-def test_tensors_that_are_handed_over(config: object, parallel: ParallelConfig, tmp_path: Path) -> None:
+def test_tensors_that_are_handed_over(config: ModelConfig, parallel: ParallelConfig, tmp_path: Path) -> None:
     """Some of them: every rank keeps the rest."""
     old, _ = two_models(tmp_path, config)
-    mixed = random_state(config)  # type: ignore[arg-type]
-    other = {name: tensor for name, tensor in random_state(config, seed=5).items() if "q_proj" in name or ".mlp." in name}  # type: ignore[arg-type]
+    mixed = random_state(config)
+    other = {name: tensor for name, tensor in random_state(config, seed=5).items() if "q_proj" in name or ".mlp." in name}
     expected = greedy_reference(write_state(tmp_path / "mixed", config, mixed | other), PROMPTS, NEW)
     with Replicas(old, parallel) as replicas:
         assert replicas.controller.controls.update_weights(other, version=7) == 7
@@ -89,24 +91,27 @@ def test_tensors_that_are_handed_over(config: object, parallel: ParallelConfig, 
         replicas.controller.controls.wake()
         assert replicas.generate(*PROMPTS, new=NEW) == expected
         assert {status.weights_version for status in replicas.controller.controls.health()} == {7}
-        replicas.controller.controls.close()
     assert replicas.failure is None
 
 
-def write_state(folder: Path, config: object, state: dict[str, Tensor]) -> Path:
+def write_state(folder: Path, config: ModelConfig, state: dict[str, Tensor]) -> Path:
     """A checkpoint with just these tensors."""
     from safetensors.torch import save_file
 
-    write_safetensors_checkpoint(folder, config)  # type: ignore[arg-type]
+    write_safetensors_checkpoint(folder, config)
     save_file(state, folder / "model.safetensors")
     return folder
 
 
-@pytest.mark.parametrize(("config", "parallel"), LAYOUTS)
-@pytest.mark.parametrize("num_senders", [1, 2])
-def test_weights_from_the_ranks_of_a_trainer(config: object, parallel: ParallelConfig, num_senders: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("config", "parallel", "num_senders"),
+    [(*case.values, 1) for case in LAYOUTS] + [(*LAYOUTS[2].values, 3), (*LAYOUTS[7].values, 2)],
+)
+def test_weights_from_the_ranks_of_a_trainer(
+    config: ModelConfig, parallel: ParallelConfig, num_senders: int, tmp_path: Path
+) -> None:
     old, new = two_models(tmp_path, config)
-    state = list(random_state(config, seed=1).items())  # type: ignore[arg-type]
+    state = list(random_state(config, seed=1).items())
     port = free_port()
 
     def train(rank: int) -> None:
@@ -149,7 +154,7 @@ def test_a_request_goes_on_with_the_new_weights(parallel: ParallelConfig, tmp_pa
 
 
 @pytest.mark.parametrize(("config", "parallel"), [LAYOUTS[1], LAYOUTS[2], LAYOUTS[6]])
-def test_an_update_that_fails_leaves_the_old_weights(config: object, parallel: ParallelConfig, tmp_path: Path) -> None:
+def test_an_update_that_fails_leaves_the_old_weights(config: ModelConfig, parallel: ParallelConfig, tmp_path: Path) -> None:
     old, _ = two_models(tmp_path, config)
     other = write_safetensors_checkpoint(tmp_path / "other", tiny_llama_config(num_layers=2, eos_ids=()))
     expected = greedy_reference(old, PROMPTS, NEW)
@@ -168,12 +173,13 @@ def test_an_update_that_fails_leaves_the_old_weights(config: object, parallel: P
             controls.update_weights(tmp_path / "junk.pt")
         assert replicas.generate(*PROMPTS, new=NEW) == expected
         assert {status.weights_version for status in controls.health()} == {controls.version} == {0}
-        controls.close()
     assert replicas.failure is None
 
 
 @pytest.mark.parametrize(("config", "parallel"), [LAYOUTS[1], LAYOUTS[3], LAYOUTS[7]])
-def test_sleep_gives_the_memory_back_and_wake_takes_it_again(config: object, parallel: ParallelConfig, tmp_path: Path) -> None:
+def test_sleep_gives_the_memory_back_and_wake_takes_it_again(
+    config: ModelConfig, parallel: ParallelConfig, tmp_path: Path
+) -> None:
     model, _ = two_models(tmp_path, config)
     expected = greedy_reference(model, PROMPTS, NEW)
     with Replicas(model, parallel) as replicas:
@@ -193,12 +199,31 @@ def test_sleep_gives_the_memory_back_and_wake_takes_it_again(config: object, par
     assert replicas.failure is None
 
 
-def storages(worker: object) -> list[object]:
-    """Weak references to every parameter and to the KV cache."""
-    import weakref
+def storages(worker: TpModelWorker) -> list[weakref.ReferenceType[Tensor]]:
+    """Every parameter."""
+    return [weakref.ref(tensor) for tensor in worker.weights.model.parameters()]
 
-    runner = worker.runner  # type: ignore[attr-defined]
-    return [weakref.ref(tensor) for tensor in (*runner.model.parameters(), runner._cache.keys, runner._cache.values)]
+
+def test_memory_of_processes_goes_back_to_the_system(tmp_path: Path) -> None:
+    """And all the rest over processes: weights from disk, from tensors, sleep and wake."""
+    config = tiny_llama_config(num_layers=2, eos_ids=(), vocab_size=60_000, hidden_size=128)
+    old, new = two_models(tmp_path, config)
+    with Engine(old, parallel=ParallelConfig(tp=2)) as engine:
+        pids = [int(line.split("pid ")[1].split()[0]) for line in engine.replicas[0].ranks]
+        tokens = lambda: [answer.token_ids for answer in engine.generate(PROMPTS[:2], SamplingParams(max_new_tokens=4))]  # noqa: E731
+        assert tokens() == greedy_reference(old, PROMPTS[:2], 4)
+        engine.controls.update_weights(random_state(config, seed=1))
+        assert tokens() == (expected := greedy_reference(new, PROMPTS[:2], 4))
+        before = [resident_bytes(pid) for pid in pids]
+        engine.controls.sleep()
+        freed = [was - resident_bytes(pid) for was, pid in zip(before, pids, strict=True)]
+        assert min(freed) > 0.8 * config.vocab_size * config.hidden_size * 4, "half of two matrices on each rank"
+        engine.controls.wake()
+        assert tokens() == expected
+
+
+def resident_bytes(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096
 
 
 def test_known_beginnings_are_used_and_forgotten(tmp_path: Path) -> None:

@@ -1,0 +1,121 @@
+"""Questions to every leader: who is asked, who answers, and what is made of errors and silence."""
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from parallel_runtime.errors import PeerFailedError, PeerLostError, PeerTimeoutError
+from parallel_runtime.serving.controls import (
+    Answer,
+    Control,
+    ControlAction,
+    Health,
+    LoadWeights,
+    Pause,
+    ReceiveWeights,
+    Status,
+    SwapWeights,
+)
+from parallel_runtime.serving.engine_controls import EngineControls
+from parallel_runtime.serving.messages import FrontMessage
+
+STATUS = Status(num_waiting=0, num_running=0, num_free_blocks=1, num_cached_blocks=0, num_reused_tokens=0, weights_version=0)
+
+
+class Lines:
+    """Two replicas of two leaders each, which answer at once, unless told otherwise."""
+
+    leaders = ((0, 0), (0, 1), (2, 0), (2, 1))
+
+    def __init__(self) -> None:
+        self.told: list[tuple[int, ControlAction]] = []
+        self.controls = EngineControls(self)
+        self.error: Callable[[ControlAction], str | None] = lambda action: None
+        self.silent: set[int] = set()
+
+    def num_ranks(self, replica: int) -> int:
+        return 4
+
+    def tell(self, replica: int, message: FrontMessage) -> None:
+        assert isinstance(message, Control)
+        self.told.append((replica, message.action))
+        if replica not in self.silent:
+            for dp_rank in range(2):
+                answer = Answer(number=message.number, status=STATUS, error=self.error(message.action) if dp_rank else None)
+                self.controls.take(replica, dp_rank, answer)
+
+
+def test_every_replica_is_asked_and_every_leader_answers() -> None:
+    lines = Lines()
+    assert lines.controls.health() == (STATUS,) * 4
+    lines.controls.pause()
+    assert lines.told == [(0, Health()), (2, Health()), (0, Pause()), (2, Pause())]
+
+
+def test_silence_is_named() -> None:
+    lines = Lines()
+    lines.silent = {2}
+    with pytest.raises(PeerTimeoutError, match=r"no answer within 0.01 s from replica 2 dp 0, replica 2 dp 1"):
+        lines.controls.health(timeout_s=0.01)
+    lines.controls.take(2, 0, Answer(number=0, status=STATUS))
+    with pytest.raises(PeerTimeoutError, match="replica 2 dp 0, replica 2 dp 1"):
+        lines.controls.health(timeout_s=0.01)  # the late answer is to another question
+
+
+def test_a_replica_that_is_lost_is_not_waited_for() -> None:
+    lines = Lines()
+    lines.silent = {2}
+    thread = threading.Timer(0.05, lines.controls.lose, args=(2, PeerLostError("rank 5 was killed")))
+    thread.start()
+    with pytest.raises(PeerLostError, match="a replica was lost before it answered: rank 5 was killed"):
+        lines.controls.pause()
+    thread.join()
+    lines.controls.lose(None, PeerLostError("nobody waits"))
+    lines.silent = set()
+    lines.controls.pause()
+
+
+def test_weights_are_exchanged_everywhere_or_nowhere() -> None:
+    lines = Lines()
+    assert lines.controls.update_weights("one") == 1
+    assert lines.told == [(0, LoadWeights("one")), (2, LoadWeights("one")), (0, SwapWeights(1)), (2, SwapWeights(1))]
+    lines.told.clear()
+    lines.error = lambda action: "no room" if isinstance(action, LoadWeights) else None
+    with pytest.raises(PeerFailedError, match="replica 0 dp 1: no room; replica 2 dp 1: no room"):
+        lines.controls.update_weights("two")
+    assert lines.told[2:] == [(0, SwapWeights(None)), (2, SwapWeights(None))]
+    assert lines.controls.version == 1
+
+
+def test_receivers_are_numbered_through_all_replicas() -> None:
+    lines = Lines()
+    lines.controls.receive_weights("host", 5, num_senders=2, version=9)
+    first, second = (action for _, action in lines.told[:2])
+    assert first == ReceiveWeights(host="host", port=5, num_senders=2, num_receivers=8, first_receiver=0)
+    assert second == ReceiveWeights(host="host", port=5, num_senders=2, num_receivers=8, first_receiver=4)
+    assert lines.controls.version == 9
+
+
+def test_a_replica_that_comes_back_gets_the_weights_of_the_others() -> None:
+    lines = Lines()
+    lines.controls.catch_up(2)
+    assert lines.told == []
+    lines.controls.update_weights("old")
+    lines.controls.update_weights("full")
+    lines.controls.update_weights({"model.norm.weight": torch.ones(2)})
+    part = lines.told[-4][1]
+    assert isinstance(part, LoadWeights)
+    assert torch.equal(torch.load(part.path)["model.norm.weight"], torch.ones(2))
+    lines.told.clear()
+    lines.controls.catch_up(2)
+    assert lines.told == [(2, LoadWeights("full")), (2, SwapWeights(3)), (2, part), (2, SwapWeights(3))]
+    lines.controls.lose(None, PeerLostError("the engine was closed"))
+    assert not Path(part.path).exists()
+    lines.told.clear()
+    lines.controls.receive_weights("host", 5)
+    lines.told.clear()
+    lines.controls.catch_up(2)
+    assert lines.told == []
