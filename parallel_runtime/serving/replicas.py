@@ -91,6 +91,58 @@ class Replicas:
         for keeper in self._keepers:
             keeper.start()
 
+    def drain(self, replica: int, timeout_s: float | None = None) -> bool:
+        """Give a replica no more requests, and wait until it has ended those it has. ``resume`` and ``restart`` end this.
+
+        Args:
+            replica: Its number.
+            timeout_s: Longest wait in seconds; ``None`` waits for as long as it takes.
+
+        Returns:
+            Whether it has none left.
+
+        Raises:
+            ParallelRuntimeError: No replica is left.
+        """
+        return self._controller.drain(replica, timeout_s)
+
+    def resume(self, replica: int) -> None:
+        """Give a replica that was drained requests again.
+
+        Args:
+            replica: Its number.
+
+        Raises:
+            ContextStateError: It does not serve.
+        """
+        self._controller.resume(replica)
+
+    def drain(self, replica: int, timeout_s: float | None = None) -> bool:
+        """Give a replica no more requests, and wait until it has ended those it has. ``resume`` and ``restart`` end this.
+
+        Args:
+            replica: Its number.
+            timeout_s: Longest wait in seconds; ``None`` waits for as long as it takes.
+
+        Returns:
+            Whether it has none left.
+
+        Raises:
+            ParallelRuntimeError: No replica is left.
+        """
+        return self._controller.drain(replica, timeout_s)
+
+    def resume(self, replica: int) -> None:
+        """Give a replica that was drained requests again.
+
+        Args:
+            replica: Its number.
+
+        Raises:
+            ContextStateError: It does not serve.
+        """
+        self._controller.resume(replica)
+
     def restart(self, replica: int) -> None:
         """End a replica and start it again. What it holds goes on elsewhere, so drain it first where that costs too much.
 
@@ -222,6 +274,8 @@ class _Keeper:
             self._world.__exit__(type(error) if error else None, error, None)
         except Exception as exc:
             self._exit_error = self._exit_error if error else exc
+        finally:
+            self._ranks, self._world = None, ExitStack()
 
     def _attend(self) -> ParallelRuntimeError | None:
         """Keep the controller supplied until the world has failed, or has left as it was told to."""
