@@ -94,7 +94,10 @@ class Communicator(ABC):
 
     @abstractmethod
     def supports(self, operation: Operation, dtype: torch.dtype, nbytes: int) -> bool:
-        """Whether it can run ``operation`` on ``nbytes`` of ``dtype``. Equal on every member; asked before each plan is made."""
+        """Whether it can run ``operation`` on ``nbytes`` of ``dtype``. Equal on every member; asked before each plan is made.
+
+        For ``SEND``: whether messages with different tags are kept apart.
+        """
 
     @abstractmethod
     def all_reduce_(self, tensor: Tensor, op: ReduceOp, timeout_s: float) -> None:

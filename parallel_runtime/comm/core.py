@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 from torch.autograd import profiler
 
-from parallel_runtime.comm.communicator import Communicator
+from parallel_runtime.comm.communicator import Communicator, Operation, Work
 from parallel_runtime.comm.diagnosis import Diagnostician, Failure, different_operations, odd_members
 from parallel_runtime.comm.groups import GroupSpec, check_seconds
 from parallel_runtime.comm.recorder import Entry, describe
+from parallel_runtime.comm.tensors import movable
 from parallel_runtime.errors import ArgumentError, CollectiveMismatchError, ContextStateError, GroupBusyError, PeerError
 
 __all__ = ["GroupCore"]
@@ -31,6 +32,7 @@ class GroupCore:
         communicator: Moves tensors.
         control: Moves messages between CPUs; the same object where the group lives on CPU.
         traffic: Lock, sequence and recorder, shared by the aliases of the group.
+        sends_tensors: Whether ``communicator`` keeps sends of different tags apart; otherwise they go through the CPUs.
         diagnostician: Knows why the members of this alias do not come; ``None`` where nobody does.
     """
 
@@ -44,6 +46,7 @@ class GroupCore:
         "is_open",
         "name",
         "p2p_s",
+        "sends_tensors",
         "spec",
         "traffic",
     )
@@ -68,6 +71,7 @@ class GroupCore:
         self.p2p_s = spec.timeouts.p2p_s
         self.is_cpu = spec.device.type == "cpu"
         self.checked = spec.checked and control.world_size > 1
+        self.sends_tensors = communicator.supports(Operation.SEND, torch.uint8, 0)
         self.is_open = True
         self.traffic.users += 1
 
@@ -113,6 +117,39 @@ class GroupCore:
         finally:
             recorder.finish(entry, perf_counter() - start)
             traffic.lock.release()
+
+    def start_sending(self, tensor: Tensor, peer: int, wire_tag: int) -> tuple[Work, Tensor]:
+        """Start to move a contiguous tensor to one member.
+
+        Args:
+            tensor: Left alone until done.
+            peer: Group-local.
+            wire_tag: As in ``Communicator.isend``.
+
+        Returns:
+            What is under way, and the memory that it reads from.
+        """
+        goes_straight = self._goes_straight(tensor)
+        moved = movable(tensor if goes_straight else tensor.cpu())
+        return (self.communicator if goes_straight else self.control).isend(moved, peer, wire_tag), moved
+
+    def fill(self, tensor: Tensor, peer: int, wire_tag: int, limit_s: float) -> None:
+        """Receive what the other member hands to ``start_sending``.
+
+        Args:
+            tensor: Contiguous, exactly what is sent.
+            peer: Group-local.
+            wire_tag: As in ``Communicator.irecv``.
+            limit_s: Deadline in seconds.
+        """
+        goes_straight = self._goes_straight(tensor)
+        landing = tensor if goes_straight or tensor.is_cpu else torch.empty_like(tensor, device="cpu")
+        (self.communicator if goes_straight else self.control).irecv(movable(landing), peer, wire_tag).wait(limit_s)
+        if landing is not tensor:
+            tensor.copy_(landing)
+
+    def _goes_straight(self, tensor: Tensor) -> bool:
+        return self.sends_tensors and tensor.device.type == self.spec.device.type
 
     def check_usable(self, operation: str) -> None:
         """Check that the group may be used here and now.

@@ -23,7 +23,6 @@ from parallel_runtime.comm.frames import (
     read_frame,
 )
 from parallel_runtime.comm.outbox import Clock, Outbox, Sending
-from parallel_runtime.comm.tensors import movable
 from parallel_runtime.errors import CollectiveMismatchError, PeerEncodingError, PeerError, PeerLostError
 
 __all__ = ["NO_DIGEST", "Incoming", "Outcome", "attempt", "failed", "plane_of", "post", "take", "unpack"]
@@ -126,8 +125,9 @@ def post(
         keep.append(raw_tensor(body))
         works.append(core.control.isend(keep[-1], peer, base + 1))
     for buffer in buffers:
-        keep.append(movable(buffer.clone() if copy else buffer))
-        works.append(plane_of(core, buffer).isend(keep[-1], peer, base + 1))
+        work, moved = core.start_sending(buffer.clone() if copy else buffer, peer, base + 1)
+        works.append(work)
+        keep.append(moved)
     sending = Sending(works, keep, core.control, stream, "a message")
     outbox.add(sending)
     return sending
@@ -202,7 +202,7 @@ class Incoming:
             return data.decode(errors="replace")
         body = open_body(data, core.spec.device)
         for buffer in body.buffers:
-            plane_of(core, buffer).irecv(movable(buffer), peer, base + 1).wait(clock.left_s)
+            core.fill(buffer, peer, base + 1, clock.left_s)
         return body
 
     def _fault(self, frame: Frame, content: Content, digest: bytes) -> str:

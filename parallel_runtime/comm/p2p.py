@@ -14,7 +14,7 @@ from torch import Tensor
 from parallel_runtime.comm.core import GroupCore
 from parallel_runtime.comm.frames import Content, Kind, blank_frame, pack_frame, read_frame
 from parallel_runtime.comm.outbox import Clock, Outbox, Sending
-from parallel_runtime.comm.tensors import check_writable, dense, dtype_named, movable, same_storage
+from parallel_runtime.comm.tensors import check_writable, dense, dtype_named, same_storage
 from parallel_runtime.comm.traffic import LANES
 from parallel_runtime.errors import ArgumentError, CollectiveMismatchError, PeerError, PeerLostError
 
@@ -178,12 +178,12 @@ class PointToPoint:
         about = msgspec.msgpack.encode((str(payload.dtype), tuple(payload.shape)))
         header, _ = pack_frame(bytearray(about), content=Content.TENSOR, sequence=sequence)
         works = [core.control.isend(header, peer, base)]
-        moved = movable(payload)
+        keep = [header]
         if payload.numel():
-            works.append(core.communicator.isend(moved, peer, base + 1))
-        sending = Sending(
-            works, (header, moved), core.control, stream, f"{_text(payload.dtype, payload.shape)} with tag {_tag(base)}"
-        )
+            work, moved = core.start_sending(payload, peer, base + 1)
+            works.append(work)
+            keep.append(moved)
+        sending = Sending(works, keep, core.control, stream, f"{_text(payload.dtype, payload.shape)} with tag {_tag(base)}")
         self._outbox.add(sending)
         return sending
 
@@ -270,7 +270,7 @@ class _Receiving:
         else:
             target = torch.empty(shape, dtype=dtype, device=core.spec.device if out is None else out.device)
         if target.numel():
-            core.communicator.irecv(movable(target), peer, base + 1).wait(clock.left_s)
+            core.fill(target, peer, base + 1, clock.left_s)
         answer, _ = pack_frame(bytearray(fault.encode()), kind=Kind.ERROR if fault else Kind.VALUE)
         core.control.isend(answer, peer, base + 2).wait(clock.left_s)
         if fault:

@@ -102,8 +102,13 @@ class C10dCommunicator(Communicator):
             raise self._translated(exc, "its other members", timeout_s) from exc
 
     def supports(self, operation: Operation, dtype: torch.dtype, nbytes: int) -> bool:
-        """Arithmetic on the dtypes that gloo and nccl share, and int16; moves of everything the coordinator hands over."""
-        del operation, nbytes
+        """Arithmetic on the dtypes that gloo and nccl share, and int16; moves of everything the coordinator hands over.
+
+        Sends only where tags are kept apart: nccl matches them in the order in which both sides start them, whatever their tags.
+        """
+        del nbytes
+        if operation in (Operation.SEND, Operation.RECV):
+            return self.backend == "gloo"
         return dtype in _GLOO_SUMS or dtype is torch.int16
 
     def all_reduce_(self, tensor: Tensor, op: ReduceOp, timeout_s: float) -> None:
@@ -119,18 +124,21 @@ class C10dCommunicator(Communicator):
             tensor.copy_(work)
 
     def all_gather(self, output: Tensor, tensor: Tensor, timeout_s: float) -> None:
-        """One all-gather of the backend."""
+        """One all-gather of the backend; gloo is given a list of rows, nccl would copy such a list once more."""
         options = c10d.AllgatherOptions()
         options.timeout = self._limit(timeout_s)
-        self._finish(lambda group: group.allgather([list(output)], [tensor], options), "its peers", timeout_s)
+        if self.backend == "gloo":
+            self._finish(lambda group: group.allgather([list(output)], [tensor], options), "its peers", timeout_s)
+        else:
+            self._finish(lambda group: group._allgather_base(output, tensor, options), "its peers", timeout_s)
 
     def all_gatherv(self, outputs: Sequence[Tensor], tensor: Tensor, timeout_s: float) -> None:
         """An all-to-all in which everybody sends the same to everyone."""
         self.all_to_allv(outputs, [tensor] * self.world_size, timeout_s)
 
     def reduce_scatter(self, output: Tensor, tensor: Tensor, op: ReduceOp, timeout_s: float) -> None:
-        """One reduce-scatter of the backend; on gloo, an all-reduce of which one row is kept."""
-        if self.backend == "gloo":
+        """One reduce-scatter of the backend; on gloo, and for int16, an all-reduce of which one row is kept."""
+        if self.backend == "gloo" or tensor.dtype is torch.int16:
             work = tensor.clone()
             self.all_reduce_(work, op, timeout_s)
             output.copy_(work[self.rank_in_group])

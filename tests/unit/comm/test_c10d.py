@@ -196,6 +196,6 @@ def test_a_store_that_does_not_come_up_is_told(monkeypatch: pytest.MonkeyPatch) 
     def fail(*args: object, **options: object) -> None:
         raise RuntimeError("Failed to init uv loop\nmore")
 
-    monkeypatch.setattr("parallel_runtime.comm.c10d.c10d.TCPStore", fail)
+    monkeypatch.setattr("parallel_runtime.comm.c10d.stores.c10d.TCPStore", fail)
     with pytest.raises(PeerError, match=r"a store on 127.0.0.1:\d+ does not come up: Failed to init uv loop$"):
         listen_store()

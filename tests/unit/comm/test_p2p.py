@@ -2,12 +2,22 @@
 
 import logging
 import threading
+from typing import NoReturn
 
 import pytest
 import torch
 
-from parallel_runtime.comm import GroupCoordinator
+from parallel_runtime.comm import (
+    C10dCommunicator,
+    GroupCoordinator,
+    GroupSpec,
+    LocalCommunicator,
+    LocalHub,
+    Operation,
+    open_coordinator,
+)
 from parallel_runtime.errors import ArgumentError, CollectiveMismatchError, PeerLostError, PeerTimeoutError
+from parallel_runtime.terms import Rank
 from tests.spmd.worlds import MAKERS, World
 
 KINDS = pytest.mark.parametrize("kind", sorted(MAKERS))
@@ -166,3 +176,41 @@ def test_after_a_failed_receive_the_stream_is_over() -> None:
         over.set()
 
     World("local")(2, body)
+
+
+class _Tagless(LocalCommunicator):  # type: ignore[misc]  # final for users
+    """Like nccl, matches sends with receives in their order, whatever the tags."""
+
+    def supports(self, operation: Operation, dtype: torch.dtype, nbytes: int) -> bool:
+        return operation not in (Operation.SEND, Operation.RECV)
+
+    def isend(self, tensor: torch.Tensor, dst: int, tag: int) -> NoReturn:
+        raise AssertionError("asked to send")
+
+    def irecv(self, tensor: torch.Tensor, src: int, tag: int) -> NoReturn:
+        raise AssertionError("asked to receive")
+
+
+def test_what_cannot_tell_tags_apart_is_not_asked_to_send() -> None:
+    hub = LocalHub(2)
+    ends = []
+    for rank in range(2):
+        spec = GroupSpec(name="pp#0", key=f"k{rank}", ranks=(Rank(0), Rank(1)), rank=Rank(rank))
+        ends.append(open_coordinator(spec, _Tagless(hub, "d", rank, 2), control=LocalCommunicator(hub, "c", rank, 2)))
+    first, second = ends
+    sent = [first.isend(torch.full((3,), float(tag)), tag=tag) for tag in (1, 2)]
+    first.send_object({"big": torch.ones(20_000)})
+    assert second.recv(tag=2).tolist() == [2.0] * 3
+    assert second.recv(tag=1).tolist() == [1.0] * 3
+    assert second.recv_object()["big"].sum() == 20_000
+    for handle in sent:
+        handle.wait()
+
+
+def test_nccl_is_such_a_backend() -> None:
+    backends = {}
+    for backend in ("gloo", "nccl"):
+        communicator = C10dCommunicator.__new__(C10dCommunicator)
+        communicator.backend = backend
+        backends[backend] = [communicator.supports(op, torch.uint8, 8) for op in (Operation.SEND, Operation.ALL_REDUCE)]
+    assert backends == {"gloo": [True, True], "nccl": [False, True]}
