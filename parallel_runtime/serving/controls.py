@@ -164,6 +164,7 @@ class Status(msgspec.Struct, frozen=True):
         num_free_blocks: Blocks that no request holds.
         num_cached_blocks: Those of them that hold a known beginning.
         num_reused_tokens: Prompt tokens so far that were known already.
+        num_preemptions: How often a request was put back so far, to be computed again.
         weights_version: Of the weights that serve.
         is_paused: Whether it waits for ``Resume``.
         is_asleep: Whether it waits for ``WakeUp``.
@@ -175,6 +176,7 @@ class Status(msgspec.Struct, frozen=True):
     num_cached_blocks: int
     num_reused_tokens: int
     weights_version: int
+    num_preemptions: int = 0
     is_paused: bool = False
     is_asleep: bool = False
 

@@ -173,7 +173,7 @@ class RequestTimer:
             self._metrics._note(self, len(event.token_ids), now)
             self.has_begun, self.last_s = True, now
         if event.finish_reason is not None:
-            self.end(event.finish_reason)
+            self.end(str(event.finish_reason))
 
     def end(self, reason: str) -> None:
         """The request has ended; a second call is nothing.

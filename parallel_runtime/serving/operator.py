@@ -59,6 +59,7 @@ class Operator:
             num_cached_blocks=policy.num_cached_blocks,
             num_reused_tokens=policy.num_reused_tokens,
             weights_version=weights.version,
+            num_preemptions=policy.num_preemptions,
             is_paused=self._is_paused,
             is_asleep=weights.is_asleep,
         )

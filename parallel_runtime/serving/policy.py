@@ -77,13 +77,13 @@ class SchedulingPolicy:
     Attributes:
         limits: What may run at once.
         num_reused_tokens: Tokens that were found in the KV cache instead of being computed, over all requests so far.
+        num_preemptions: How often a request was put back so far.
         weights_version: What outputs are marked with.
     """
 
     def __init__(self, limits: PolicyLimits) -> None:
         self.limits = limits
-        self.num_reused_tokens = 0
-        self.weights_version = 0
+        self.num_reused_tokens = self.num_preemptions = self.weights_version = 0
         self._pool = BlockPool(limits.num_blocks)
         self._alive: dict[str, LiveRequest] = {}
         self._waiting: list[LiveRequest] = []
@@ -354,6 +354,7 @@ class SchedulingPolicy:
         live.blocks += self._pool.allocate(max(0, blocks_for(length, self.limits.page_size) - len(live.blocks)))
 
     def _put_back(self, live: LiveRequest) -> None:
+        self.num_preemptions += 1
         self._free(live)
         live.num_computed = 0
         live.move(RequestState.WAITING)

@@ -64,8 +64,11 @@ def test_equal_seeds_give_equal_tokens_on_every_layout(model: Path, alone: list[
 def test_equal_seeds_give_equal_tokens_after_preemption(model: Path, alone: list[Completion]) -> None:
     longest = max(len(each.prompt_token_ids) for each in alone) + 24
     tight = ServingConfig(kv_cache_tokens=longest + 8, page_size=4)
-    together = serve(model, list(PROMPTS[:3]), MIXED, serving=tight)
+    with Engine(model, serving=tight, executor="threads") as engine:
+        together = engine.generate(PROMPTS[:3], MIXED)
+        (status,) = engine.controls.health()
     assert [each.token_ids for each in together] == [each.token_ids for each in alone]
+    assert status.num_preemptions > 0
 
 
 def test_several_answers_differ_and_the_first_is_the_only_ones(model: Path) -> None:
