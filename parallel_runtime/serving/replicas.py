@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from multiprocessing.connection import Connection
+from traceback import clear_frames
 from typing import TypeAlias, final
 
 from parallel_runtime.errors import (
@@ -90,32 +91,6 @@ class Replicas:
         stack.callback(self._stop)
         for keeper in self._keepers:
             keeper.start()
-
-    def drain(self, replica: int, timeout_s: float | None = None) -> bool:
-        """Give a replica no more requests, and wait until it has ended those it has. ``resume`` and ``restart`` end this.
-
-        Args:
-            replica: Its number.
-            timeout_s: Longest wait in seconds; ``None`` waits for as long as it takes.
-
-        Returns:
-            Whether it has none left.
-
-        Raises:
-            ParallelRuntimeError: No replica is left.
-        """
-        return self._controller.drain(replica, timeout_s)
-
-    def resume(self, replica: int) -> None:
-        """Give a replica that was drained requests again.
-
-        Args:
-            replica: Its number.
-
-        Raises:
-            ContextStateError: It does not serve.
-        """
-        self._controller.resume(replica)
 
     def drain(self, replica: int, timeout_s: float | None = None) -> bool:
         """Give a replica no more requests, and wait until it has ended those it has. ``resume`` and ``restart`` end this.
@@ -282,6 +257,7 @@ class _Keeper:
         try:
             self._serve()
         except Exception as exc:  # a rank's own error where ranks are threads, or a bug: those who wait have to hear of it
+            clear_frames(exc.__traceback__)  # whoever keeps the error would keep the ranks' descriptors with it
             return _as_ours(exc)
         return None
 
