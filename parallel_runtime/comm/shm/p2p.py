@@ -25,6 +25,7 @@ from parallel_runtime.errors import PeerError
 
 __all__ = ["Mailbox"]
 
+_DIRECT_BYTES_PAIR: Final = 128 << 10
 _MAX_VIEWS: Final = 512
 
 
@@ -46,7 +47,7 @@ class Mailbox:
     def __init__(self, memory: mmap.mmap, geometry: Geometry, rank_in_group: int, waiter: Waiter, bells: Bells) -> None:
         self.on_break: Callable[[BaseException], None] | None = None
         self._is_direct = False
-        self._ring_bytes = geometry.ring_bytes
+        self._direct_bytes = min(_DIRECT_BYTES_PAIR, geometry.ring_bytes) if geometry.world_size == 2 else geometry.ring_bytes
         peers = [peer for peer in range(geometry.world_size) if peer != rank_in_group]
         self._outgoing = {peer: Outgoing(_open_ring(memory, geometry, rank_in_group, peer, is_writer=True)) for peer in peers}
         self._incoming = {
@@ -69,7 +70,7 @@ class Mailbox:
         """Start sending ``tensor``; it is kept alive and must not change until the work is done."""
         memory, outgoing = self._view(tensor), self._outgoing[dst]
         address = 0
-        if len(memory) > self._ring_bytes and self._is_direct and not tensor.is_pinned():
+        if len(memory) > self._direct_bytes and self._is_direct and not tensor.is_pinned():
             address = address_of(memory)
         with self._lock:
             if not address and outgoing.write_whole(tag, memory):

@@ -27,6 +27,8 @@ _ONE_SHOT_BYTES: Final = 1 << 20
 _ONE_SHOT_BYTES_MANY: Final = 32 << 10
 _PIECE_BYTES: Final = 512 << 10  # smaller ones are still dirty in the writer's cache when they are read, which is slower
 _SYMMETRIC_BYTES: Final = 16 << 10
+_DIRECT_BYTES_PAIR: Final = 32 << 10  # through the slots it is a third faster at best, several times slower at worst
+_DIRECT_BROADCAST_BYTES: Final = 2 << 20
 _ALIGNMENT: Final = 64
 
 
@@ -56,6 +58,7 @@ class Planner:
         self._world_size = steps.world_size
         self._piece_bytes = min(_PIECE_BYTES, steps.slot_bytes)
         self._share_bytes = min(steps.slot_bytes // (self._world_size - 1) // _ALIGNMENT * _ALIGNMENT, self._piece_bytes)
+        self._direct_bytes = min(_DIRECT_BYTES_PAIR, steps.slot_bytes) if self._world_size == 2 else steps.slot_bytes
         self._slots: dict[tuple[int, torch.dtype, ReduceOp], SlotVectors] = {}
         self.buffers: list[SymmetricBuffer] = []
 
@@ -126,7 +129,8 @@ class Planner:
         takes.append(Take(view_bytes(outputs[rank]), rank, source=view_bytes(inputs[rank])))
         nbytes = max(tensor.nbytes for tensor in (*inputs, *outputs))
         text = f"all_to_all({inputs[0].dtype})"
-        plan = AgreedTransfer(text, piece_bytes=self._share_bytes, nbytes=nbytes, peers=peers, puts=puts, takes=takes)
+        piece_bytes = self._share_bytes if self.remote is None else min(self._direct_bytes, self._share_bytes)
+        plan = AgreedTransfer(text, piece_bytes=piece_bytes, nbytes=nbytes, peers=peers, puts=puts, takes=takes)
         if self.remote is None:
             return plan
         offers = [Offer(peer, view_bytes(inputs[peer])) for peer in peers]
@@ -138,7 +142,7 @@ class Planner:
         """Plan a broadcast from ``src``."""
         text = f"broadcast({_what(tensor)}, src {src})"
         local = view_bytes(tensor)
-        if self._world_size == 2:  # one writes while the other reads: nothing is faster
+        if len(local) <= _DIRECT_BROADCAST_BYTES:  # one writes while the others read
             parts: _Parts = {"puts": [Put(local)]} if src == self._rank else {"peers": (src,), "takes": [Take(local, src)]}
             return self._pieces(text, len(local), self._piece_bytes, **parts)
         if src == self._rank:
@@ -218,7 +222,7 @@ class Planner:
         return Transfer(text, piece_bytes=piece_bytes, nbytes=nbytes, **parts)
 
     def _move(self, ordinary: Plan, nbytes: int, sources: Sequence[Tensor], offers: Sequence[Offer], parts: _Parts) -> Plan:
-        if self.remote is None or nbytes <= self._steps.slot_bytes:  # twice through the caches is faster than once by the kernel
+        if self.remote is None or nbytes <= self._direct_bytes:
             return ordinary
         fetches = _fetches(parts.get("takes", ()))
         return _unless_pinned(DirectMove(ordinary.text, self.remote, self._world_size, offers, fetches), ordinary, sources)
