@@ -1,12 +1,11 @@
 """Trials of the fault campaign as data: drawn from a seed, and judged by what every rank reported. Nothing runs here."""
 
 import random
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from parallel_runtime.config import Deadlines, ParallelConfig
-from parallel_runtime.errors import PeerError, RendezvousError
+from parallel_runtime.errors import PeerError
 from parallel_runtime.testing.faults import Fault, FaultKind, Phase, Step
 
 __all__ = ["DEADLINES", "GRACE_S", "MISMATCHES", "Outcome", "Trial", "Verdict", "blamed", "draw", "judge"]
@@ -182,16 +181,9 @@ def blamed(error: BaseException) -> tuple[int, ...]:
         error: Of any kind.
 
     Returns:
-        World ranks: its ``ranks``, or those that the text of a meeting that failed names.
+        World ranks.
     """
-    if isinstance(error, PeerError) and error.ranks:
-        return error.ranks
-    if not isinstance(error, RendezvousError):
-        return ()
-    text = str(error)
-    missing = re.search(r"missing: ([\d, ]+)", text)
-    named = missing[1].split(", ") if missing else re.findall(r"rank (\d+) (?:has|joined|left|is)", text)
-    return tuple(int(rank) for rank in named)
+    return error.ranks if isinstance(error, PeerError) else ()
 
 
 def _draw_sizes(rng: random.Random, *, needs_two_groups: bool) -> dict[str, int]:

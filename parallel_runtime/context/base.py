@@ -18,12 +18,14 @@ from parallel_runtime.config.environment import Identity
 from parallel_runtime.config.parallel_config import ParallelConfig
 from parallel_runtime.config.plan import Plan
 from parallel_runtime.context.agreement import Agreement
+from parallel_runtime.context.groups import GroupTable
 from parallel_runtime.context.meeting import Meeting
 from parallel_runtime.context.monitor import Monitor
 from parallel_runtime.errors import ArgumentError, ContextStateError
 from parallel_runtime.terms import GROUP_NAMES, Rank
 from parallel_runtime.topology.hosts import Hosts
 from parallel_runtime.topology.layout import Coordinate, Layout
+from parallel_runtime.values import error_text
 
 __all__ = ["ContextBase", "ContextState"]
 
@@ -39,19 +41,22 @@ class ContextState(StrEnum):
 class ContextBase(ABC):
     """The part of a ``ParallelContext`` that opens and closes nothing."""
 
-    _config: ParallelConfig
-    _identity: Identity | None
-    _store: Store | None
-    _hub: LocalHub | None
-    _state: ContextState
-    _pid: int
-    _uid: str
-    _device: torch.device
-    _hosts: Hosts | None
-    _groups: dict[str, GroupCoordinator]
-    _meeting: Meeting | None
-    _monitor: Monitor | None
-    _agreements: dict[tuple[Rank, ...], Agreement]
+    def __init__(self, config: ParallelConfig, identity: Identity | None, store: Store | None, hub: LocalHub | None) -> None:
+        self._config = config
+        self._identity = identity
+        self._store = store
+        self._hub = hub
+        self._state = ContextState.NEW
+        self._pid = os.getpid()
+        self._uid = ""
+        self._device = torch.device("cpu")
+        self._hosts: Hosts | None = None
+        self._groups: dict[str, GroupCoordinator] = {}
+        self._extra_groups: dict[tuple[str, ...], GroupCoordinator] = {}
+        self._table: GroupTable | None = None
+        self._meeting: Meeting | None = None
+        self._monitor: Monitor | None = None
+        self._agreements: dict[tuple[Rank, ...], Agreement] = {}
 
     @property
     def state(self) -> ContextState:
@@ -304,3 +309,16 @@ class ContextBase(ABC):
             if self._is_under_closed_parent():
                 hint = "it closed with its parent"
             raise ContextStateError(f"this ParallelContext is {self._state}, so it has no groups; {hint}")
+
+    def _check_not_given_up(self) -> None:
+        if self._table is None:
+            raise ContextStateError(
+                "this context gave up its groups when its survivors were counted; open a new ParallelContext over them"
+            )
+
+    def _say_why(self, error: BaseException | None) -> None:
+        """Note in the store that this rank leaves, before its connections go and peers look for the reason."""
+        if self._monitor is not None:
+            self._monitor.last_words()
+        if self._meeting is not None:
+            self._meeting.leave("" if error is None else error_text(error))

@@ -15,17 +15,28 @@ from parallel_runtime.values import type_problem
 __all__ = ["check_arguments", "choose_backend", "choose_device", "fit_child", "fit_config", "identity_within"]
 
 
-def identity_within(environ: Mapping[str, str], *, rank: int, world_size: int) -> Identity:
+def identity_within(environ: Mapping[str, str], identity: Identity | None = None, *, rank: int, world_size: int) -> Identity:
     """Who a rank of somebody else's world is.
 
     Args:
         environ: Variables of this process, in which a launcher may have said more.
+        identity: What the caller says of it, if anything.
         rank: In that world.
         world_size: Of that world.
 
     Returns:
-        What the launcher said, if it is about the same rank of a world of the same size; else a rank of a world on one host.
+        What the caller said; or the launcher, if it is about the same rank of a world of the same size; else a rank of one host.
+
+    Raises:
+        ConfigError: ``identity`` is of another rank or size.
     """
+    if identity is not None:
+        if (identity.rank, identity.world_size) != (rank, world_size):
+            raise ConfigError(
+                f"the identity is rank {identity.rank} of {identity.world_size}, but the process group has this process as "
+                f"rank {rank} of {world_size}"
+            )
+        return identity
     with suppress(LauncherEnvironmentError):
         detected = detect(environ, needs_master=False)
         if (detected.rank, detected.world_size) == (rank, world_size):

@@ -12,10 +12,11 @@ from parallel_runtime.context.member import Member
 from parallel_runtime.context.rendezvous import join_world, refuse_world
 from parallel_runtime.errors import ParallelRuntimeError
 from parallel_runtime.terms import Rank
+from parallel_runtime.values import error_text
 
-__all__ = ["LAST_WORD_S", "Entrance"]
+__all__ = ["Entrance"]
 
-LAST_WORD_S = 2.0
+_LAST_WORD_S = 2.0
 """How long a rank that fails keeps the store it serves, so that the others can read why."""
 
 
@@ -72,16 +73,34 @@ class Entrance:
             why_gone=(lambda rank: "") if parent is None else parent.why_gone,
         )
 
-    def refuse(self, problem: str) -> None:
+    def refuse(self, error: BaseException, config: ParallelConfig) -> None:
         """Tell the others that this rank does not come, so that they do not wait for it. What goes wrong here is no error.
 
         Args:
-            problem: Why not.
+            error: Why not. Nothing is said where the program ends, and of what the others learn in another way.
+            config: Of the context; one that leaves ranks out is not for all of them.
         """
+        is_part = config.ranks is not None or config.rank_offset > 0
+        if self.has_come or is_part or self._identity.world_size == 1 or not isinstance(error, Exception):
+            return
         with suppress(ParallelRuntimeError):
-            store = self._find_store(Rank(0), LAST_WORD_S)
-            linger_s = LAST_WORD_S if self.serves_store else 0.0
-            refuse_world(store, self._member({}), problem, attempt=self._attempt, linger_s=linger_s)
+            store = self._find_store(Rank(0), _LAST_WORD_S)
+            linger_s = _LAST_WORD_S if self.serves_store else 0.0
+            refuse_world(store, self._member({}), error_text(error), attempt=self._attempt, linger_s=linger_s)
+
+    def keep_store_for(self, meeting: Meeting, exit_s: float, error: BaseException | None) -> None:
+        """Where this rank serves the store, keep it until the others have left, or have had the time to read why this one does.
+
+        Args:
+            meeting: In the store.
+            exit_s: Longest wait after a normal end, in seconds.
+            error: With which this rank leaves.
+
+        Raises:
+            RendezvousError: The store is gone.
+        """
+        if self.serves_store:
+            meeting.wait_until_all_left(exit_s if error is None else min(exit_s, _LAST_WORD_S))
 
     def _find_store(self, first_rank: Rank, timeout_s: float) -> Store:
         if self.store is None:

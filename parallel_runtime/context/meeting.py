@@ -14,7 +14,7 @@ from parallel_runtime.context.member import Member
 from parallel_runtime.errors import CollectiveMismatchError, RendezvousError
 from parallel_runtime.terms import Rank
 
-__all__ = ["KEPT", "SLICE_S", "Meeting", "first_line", "last_closed", "name_ranks", "note_closed", "wait_for_keys"]
+__all__ = ["KEPT", "SLICE_S", "Meeting", "blaming", "first_line", "last_closed", "name_ranks", "note_closed", "wait_for_keys"]
 
 SLICE_S = 0.2
 """Longest wait for one thing before looking whether another has happened: another rank's verdict, a rank that left."""
@@ -221,11 +221,12 @@ class Meeting:
             late = [rank for rank, key in keys.items() if not self.room.check([key])]
             for rank in late:
                 if why := self.why_gone(rank):
-                    raise RendezvousError(f"{topic}: rank {rank} {why}")
+                    raise blaming([rank], f"{topic}: rank {rank} {why}")
             if late and time.monotonic() >= deadline:
-                raise RendezvousError(
+                raise blaming(
+                    late,
                     f"{topic}: {len(keys) - len(late)} of {len(keys)} ranks came within {timeout_s:g} s (deadlines.join_s); "
-                    f"missing: {', '.join(map(str, late))}"
+                    f"missing: {', '.join(map(str, late))}",
                 )
         return {rank: self.room.get(key).decode() for rank, key in keys.items()}
 
@@ -312,3 +313,10 @@ def name_ranks(ranks: Sequence[int]) -> str:
 def first_line(error: BaseException) -> str:
     """The first line of what an exception says, or its type."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def blaming(ranks: Sequence[int], problem: str) -> RendezvousError:
+    """An error of meeting that names who is at fault, for programs as well as for people."""
+    error = RendezvousError(problem)
+    error.ranks = tuple(ranks)
+    return error

@@ -10,7 +10,7 @@ from typing import final
 
 import torch
 
-__all__ = ["Member", "compare_members"]
+__all__ = ["Member", "compare_members", "odd_ranks"]
 
 _ETP_SOURCES = frozenset({"tp", "cp", "dp", "ep"})
 """Settings that etp follows from where it is left out: where they differ, it goes without saying."""
@@ -80,19 +80,35 @@ def compare_members(members: Sequence[Member]) -> str:
     """Say which members were told something else than the others.
 
     Args:
-        members: In rank order.
+        members: At least one, in rank order.
 
     Returns:
         ``""`` if all agree, else one clause per odd rank with the settings that differ.
     """
-    texts = [json.dumps(dict(member.settings), sort_keys=True) for member in members]
-    if len(set(texts)) < 2:
+    usual, odd = _odd_and_usual(members)
+    if not odd:
         return ""
-    common, count = Counter(texts).most_common(1)[0]
-    usual = members[texts.index(common)]
-    reference = "the others have" if count > 1 else f"rank {usual.rank} on host {usual.host} has"
-    odd = [member for member, text in zip(members, texts, strict=True) if text != common]
+    has_company = len(members) - len(odd) > 1
+    reference = "the others have" if has_company else f"rank {usual.rank} on host {usual.host} has"
     return "; ".join(_describe_odd(member, usual, reference) for member in odd)
+
+
+def odd_ranks(members: Sequence[Member]) -> tuple[int, ...]:
+    """Which members were told something else than the others.
+
+    Args:
+        members: In rank order.
+
+    Returns:
+        Their world ranks.
+    """
+    return tuple(member.rank for member in _odd_and_usual(members)[1])
+
+
+def _odd_and_usual(members: Sequence[Member]) -> tuple[Member, list[Member]]:
+    texts = [json.dumps(dict(member.settings), sort_keys=True) for member in members]
+    common, _ = Counter(texts).most_common(1)[0]
+    return members[texts.index(common)], [member for member, text in zip(members, texts, strict=True) if text != common]
 
 
 def _describe_odd(member: Member, usual: Member, reference: str) -> str:

@@ -6,15 +6,12 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import Self, final
 
-import torch
-
 from parallel_runtime.comm.c10d import Store, adopted, wrap
 from parallel_runtime.comm.coordinator import GroupCoordinator
 from parallel_runtime.comm.local import LocalHub
 from parallel_runtime.comm.shm import Errands
 from parallel_runtime.config.environment import Identity, current_environ, detect
 from parallel_runtime.config.parallel_config import ParallelConfig
-from parallel_runtime.context.agreement import Agreement
 from parallel_runtime.context.base import ContextBase, ContextState
 from parallel_runtime.context.choices import (
     check_arguments,
@@ -25,17 +22,14 @@ from parallel_runtime.context.choices import (
     identity_within,
 )
 from parallel_runtime.context.connectors import Connection, Connector, choose_connector, connect_fake
-from parallel_runtime.context.entrance import LAST_WORD_S, Entrance
+from parallel_runtime.context.entrance import Entrance
 from parallel_runtime.context.groups import GroupTable
-from parallel_runtime.context.meeting import Meeting
 from parallel_runtime.context.meeting_point import own_address
 from parallel_runtime.context.monitor import Monitor
 from parallel_runtime.context.probe import Probe, Stage, probed
 from parallel_runtime.context.rendezvous import new_uid
-from parallel_runtime.errors import ConfigError, ContextStateError
+from parallel_runtime.errors import ContextStateError
 from parallel_runtime.terms import GROUP_NAMES, Rank
-from parallel_runtime.topology.hosts import Hosts
-from parallel_runtime.values import error_text
 
 __all__ = ["ParallelContext"]
 
@@ -77,28 +71,14 @@ class ParallelContext(ContextBase):
         probe: Probe | None = None,
     ) -> None:
         check_arguments(config, identity, hub)
-        self._config = config
-        self._identity = identity
-        self._store = None if store is None else wrap(store)
-        self._hub = hub
+        super().__init__(config, identity, None if store is None else wrap(store), hub)
         self._probe = probe
         self._parent: ParallelContext | None = None
         self._children: list[ParallelContext] = []
         self._errands = Errands()
         self._name = ""
         self._is_isolated = False
-        self._state = ContextState.NEW
-        self._pid = os.getpid()
-        self._uid = ""
         self._backend = ""
-        self._device = torch.device("cpu")
-        self._hosts: Hosts | None = None
-        self._groups: dict[str, GroupCoordinator] = {}
-        self._extra_groups: dict[tuple[str, ...], GroupCoordinator] = {}
-        self._table: GroupTable | None = None
-        self._meeting: Meeting | None = None
-        self._monitor: Monitor | None = None
-        self._agreements: dict[tuple[Rank, ...], Agreement] = {}
         self._opened: list[tuple[Rank, ...]] = []
         self._entrance: Entrance | None = None
         self._stack = ExitStack()
@@ -120,13 +100,7 @@ class ParallelContext(ContextBase):
             ConfigError: ``identity`` is of another rank or size than the group.
         """
         store, rank, world_size = adopted(process_group)
-        identity = identity or identity_within(current_environ(), rank=rank, world_size=world_size)
-        if (identity.rank, identity.world_size) != (rank, world_size):
-            raise ConfigError(
-                f"the identity is rank {identity.rank} of {identity.world_size}, but the process group has this process as "
-                f"rank {rank} of {world_size}"
-            )
-        return cls(config, identity=identity, store=store)
+        return cls(config, identity=identity_within(current_environ(), identity, rank=rank, world_size=world_size), store=store)
 
     def __enter__(self) -> Self:
         """Meet the other ranks and open this rank's groups; undo what was done if a step fails.
@@ -151,7 +125,8 @@ class ParallelContext(ContextBase):
         except BaseException as error:
             try:
                 self._say_why(error)
-                self._refuse(error)
+                if self._entrance is not None and self._parent is None:
+                    self._entrance.refuse(error, self._config)
             finally:
                 self._forget()
             raise
@@ -181,9 +156,8 @@ class ParallelContext(ContextBase):
             finally:
                 with self._stack:
                     self._say_why(error)
-            if self._entrance is not None and self._entrance.serves_store and self._meeting is not None:
-                exit_s = self._config.deadlines.exit_s
-                self._meeting.wait_until_all_left(exit_s if error is None else min(exit_s, LAST_WORD_S))
+            if self._entrance is not None and self._meeting is not None:
+                self._entrance.keep_store_for(self._meeting, self._config.deadlines.exit_s, error)
 
     def close(self) -> None:
         """Leave normally, for owners that do not use ``with``. Twice is nothing."""
@@ -388,12 +362,6 @@ class ParallelContext(ContextBase):
         if self._probe is not None:
             self._probe.at(stage)
 
-    def _check_not_given_up(self) -> None:
-        if self._table is None:
-            raise ContextStateError(
-                "this context gave up its groups when its survivors were counted; open a new ParallelContext over them"
-            )
-
     def _give_up(self) -> None:
         for child in reversed(tuple(self._children)):
             child._give_up()
@@ -420,20 +388,6 @@ class ParallelContext(ContextBase):
             self._meeting.wait_until_opened(self._opened, self._config.deadlines.exit_s)
         for group in (*self._groups.values(), *self._extra_groups.values()):
             group.flush(self._config.deadlines.exit_s)
-
-    def _say_why(self, error: BaseException | None) -> None:
-        """Note in the store that this rank leaves, before its connections go and peers look for the reason."""
-        if self._monitor is not None:
-            self._monitor.last_words()
-        if self._meeting is not None:
-            self._meeting.leave("" if error is None else error_text(error))
-
-    def _refuse(self, error: BaseException) -> None:
-        """A rank that fails before it has met the others tells them not to wait for it, unless the config leaves others out."""
-        entrance, is_part = self._entrance, self._config.ranks is not None or self._config.rank_offset > 0
-        is_alone = entrance is None or self.identity.world_size == 1 or self._parent is not None or is_part
-        if entrance is not None and not is_alone and not entrance.has_come and isinstance(error, Exception):
-            entrance.refuse(error_text(error))
 
     def _is_under_closed_parent(self) -> bool:
         return self._parent is not None and self._parent._state is ContextState.CLOSED

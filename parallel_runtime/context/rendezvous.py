@@ -21,13 +21,14 @@ from parallel_runtime.context.meeting import (
     KEPT,
     SLICE_S,
     Meeting,
+    blaming,
     first_line,
     last_closed,
     name_ranks,
     note_closed,
     wait_for_keys,
 )
-from parallel_runtime.context.member import Member, compare_members
+from parallel_runtime.context.member import Member, compare_members, odd_ranks
 from parallel_runtime.errors import RendezvousError
 from parallel_runtime.terms import Rank
 
@@ -93,9 +94,9 @@ def join_world(
         if isinstance(error, RendezvousError):
             raise
         raise RendezvousError(f"rank {member.rank} lost the store in which the ranks meet: {first_line(error)}") from error
-    if problem := verdict.get("error"):
+    if "error" in verdict:
         _await_hearing(room, member, ranks, linger_s)
-        raise RendezvousError(problem)
+        raise _error(verdict)
     hosts = tuple(name for name, count in json.loads(verdict["hosts"]) for _ in range(count))
     return Meeting(uid=verdict["uid"], room=room, ranks=ranks, rank=Rank(member.rank), scope=scope, number=number, hosts=hosts)
 
@@ -114,7 +115,7 @@ def refuse_world(store: Store, member: Member, problem: str, *, attempt: str = "
         scope = prefix_store(store, f"parallel_runtime/{attempt}/all")
         number = scope.add(f"opened/{member.rank}", 1)
         room = prefix_store(scope, str(number))
-        _settle(room, {"error": f"rank {member.rank} ({member.is_where}) cannot take part: {problem}"})
+        _settle(room, _refusal(f"rank {member.rank} ({member.is_where}) cannot take part: {problem}", [member.rank]))
         note_closed(scope, member.rank, number)
         room.set(f"left/{member.rank}", "refused")
         if linger_s:
@@ -128,10 +129,11 @@ def _wait_for_verdict(
         return _settle(room, _judge(room, ranks, deadline, timeout_s, why_gone))
     while not wait_for_keys(room, ["verdict"], min(SLICE_S, deadline - time.monotonic())):
         present = [rank for rank in ranks if room.check([f"member/{rank}"])]
-        if gone := _gone_text([rank for rank in ranks if rank not in present], why_gone):
-            return _settle(room, {"error": gone})
+        missing = [rank for rank in ranks if rank not in present]
+        if gone := _gone(missing, why_gone):
+            return _settle(room, gone)
         if time.monotonic() >= deadline:
-            return _settle(room, {"error": _missing_text(present, ranks, timeout_s)})
+            return _settle(room, _refusal(_missing_text(present, ranks, timeout_s), missing))
     return _read_verdict(room.get("verdict"))
 
 
@@ -140,25 +142,28 @@ def _judge(
 ) -> dict[str, str]:
     """What the first rank finds once all have come, or it cannot wait any longer, or somebody else has settled it."""
     members: dict[int, Member] = {}
-    gone = ""
+    gone: dict[str, str] = {}
     while True:
         missing = [rank for rank in ranks if rank not in members]
         for rank in missing:
             if room.check([f"member/{rank}"]):
                 members[rank] = Member.from_json(room.get(f"member/{rank}"))
         missing = [rank for rank in missing if rank not in members]
-        difference = compare_members([members[rank] for rank in ranks if rank in members])
+        present = [members[rank] for rank in ranks if rank in members]
+        difference = compare_members(present) if present else ""
         if difference:
             deadline = min(deadline, time.monotonic() + _SETTLE_S)
-        if not missing or time.monotonic() >= deadline or (gone := _gone_text(missing, why_gone)):
+        if not missing or time.monotonic() >= deadline or (gone := _gone(missing, why_gone)):
             break
         if room.check(["verdict"]):
             return _read_verdict(room.get("verdict"))
         wait_for_keys(room, [f"member/{missing[0]}"], min(SLICE_S, deadline - time.monotonic()))
-    if difference or gone:
-        return {"error": difference or gone}
+    if difference:
+        return _refusal(difference, odd_ranks(present))
+    if gone:
+        return gone
     if missing:
-        return {"error": _missing_text(list(members), ranks, timeout_s)}
+        return _refusal(_missing_text(list(members), ranks, timeout_s), missing)
     hosts = [(name, len(list(run))) for name, run in groupby(members[rank].host for rank in ranks)]
     return {"uid": new_uid(), "hosts": json.dumps(hosts)}
 
@@ -190,8 +195,7 @@ def _refuse_second_process(previous_room: Store, member: Member) -> None:
     if is_same or previous_room.check([f"left/{member.rank}"]):
         return
     problem = f"rank {member.rank} joined twice: {previous.is_where}, {member.is_where}"
-    _settle(previous_room, {"error": problem})
-    raise RendezvousError(problem)
+    raise _error(_settle(previous_room, _refusal(problem, [member.rank])))
 
 
 def _missing_text(present: Sequence[int], ranks: Sequence[int], timeout_s: float) -> str:
@@ -199,5 +203,15 @@ def _missing_text(present: Sequence[int], ranks: Sequence[int], timeout_s: float
     return f"{len(present)} of {len(ranks)} ranks joined within {timeout_s:g} s (deadlines.join_s); missing: {', '.join(missing)}"
 
 
-def _gone_text(missing: Sequence[int], why_gone: Callable[[int], str]) -> str:
-    return "; ".join(f"rank {rank} {why}" for rank in missing if (why := why_gone(rank)))
+def _gone(missing: Sequence[int], why_gone: Callable[[int], str]) -> dict[str, str]:
+    """The verdict where some never come, empty where nobody knows that."""
+    why = {rank: text for rank in missing if (text := why_gone(rank))}
+    return _refusal("; ".join(f"rank {rank} {text}" for rank, text in why.items()), list(why)) if why else {}
+
+
+def _refusal(problem: str, ranks: Sequence[int]) -> dict[str, str]:
+    return {"error": problem, "ranks": json.dumps(list(ranks))}
+
+
+def _error(verdict: dict[str, str]) -> RendezvousError:
+    return blaming(json.loads(verdict["ranks"]), verdict["error"])

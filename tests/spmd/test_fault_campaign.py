@@ -18,7 +18,7 @@ def test_a_slice_of_the_campaign_meets_the_bar() -> None:
 def test_trials_follow_from_their_seed() -> None:
     trials = [draw(7, number) for number in range(300)]
     assert trials == [draw(7, number) for number in range(300)]
-    assert {trial.fault.kind for trial in trials} == set(FaultKind)
+    assert {trial.fault.kind for trial in trials} == set(FaultKind) - {FaultKind.LOSE}
     assert {trial.fault.phase for trial in trials} == set(Phase)
     assert {trial.config.world_size for trial in trials} == {2, 3, 4}
 
