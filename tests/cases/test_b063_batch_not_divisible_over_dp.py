@@ -38,7 +38,7 @@ def test_b063_results_of_different_lengths(tmp_path: Path) -> None:
 
 
 def test_b063_a_batch_of_nothing_is_refused() -> None:
-    for name in ("max_batch_requests", "max_batch_tokens", "page_size"):
+    for name in ("num_microbatches", "max_batch_requests", "max_batch_tokens", "page_size"):
         with pytest.raises(ConfigError, match=name):
             ServingConfig.model_validate({name: 0})
 
