@@ -6,8 +6,8 @@ results; the ranks themselves talk through the groups of their context, as under
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from types import ModuleType, TracebackType
 from typing import Any, Final, Generic, Self, TypeVar, final
@@ -23,7 +23,7 @@ from parallel_runtime.launch.processes import check_startable, check_timeout
 from parallel_runtime.terms import Rank
 from parallel_runtime.values import error_text, shown
 
-__all__ = ["Place", "RayRanks", "launch_on_ray", "seat_ranks"]
+__all__ = ["Place", "RayRanks", "connected_to_ray", "launch_on_ray", "seat_ranks"]
 
 _T = TypeVar("_T")
 
@@ -104,9 +104,7 @@ class RayRanks(Generic[_T]):
         if self._actors:
             raise ContextStateError("RayRanks is entered once; make a new one to start ranks again")
         with ExitStack() as stack:
-            if not self._ray.is_initialized():
-                self._ray.init(log_to_driver=False, include_dashboard=False)
-                stack.callback(self._ray.shutdown)
+            stack.enter_context(connected_to_ray())
             self._place(stack)
             self._start()
             self._stack = stack.pop_all()
@@ -217,6 +215,24 @@ class RayRanks(Generic[_T]):
         if self._failures:
             ends.append(self._failed_at + _BLAME_GRACE_S)
         return max(0.0, min(ends) - time.monotonic())
+
+
+@contextmanager
+def connected_to_ray() -> Iterator[str]:
+    """This process's connection to a Ray cluster: the one it has, or one for as long as the block lasts.
+
+    Yields:
+        The address of this node inside the cluster.
+
+    Raises:
+        LaunchError: Ray is not installed.
+    """
+    ray = _import_ray()
+    with ExitStack() as stack:
+        if not ray.is_initialized():
+            ray.init(log_to_driver=False, include_dashboard=False)
+            stack.callback(ray.shutdown)
+        yield str(ray.util.get_node_ip_address())
 
 
 def launch_on_ray(

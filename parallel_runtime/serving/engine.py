@@ -26,6 +26,7 @@ from parallel_runtime.serving.executors import start_world
 from parallel_runtime.serving.lockstep import needs_lockstep
 from parallel_runtime.serving.messages import Abort, Ready, Request
 from parallel_runtime.serving.metrics import EngineMetrics, MetricsSnapshot
+from parallel_runtime.serving.ray_executor import start_ray_world
 from parallel_runtime.serving.replicas import Replicas
 from parallel_runtime.serving.request_stream import Delivery, Sink
 from parallel_runtime.serving.sampling_params import SamplingParams
@@ -312,11 +313,10 @@ class Engine:
             seed=serving.seed,
         )
         start = partial(
-            start_world,
+            start_ray_world if config.executor == "ray" else partial(start_world, as_threads=config.executor == "threads"),
             self.parallel,
             fspath(resolve_model(self._model)),
             serving,
-            as_threads=config.executor == "threads",
             num_threads=shared_threads(config, current_environ()),
         )
         replicas = Replicas(

@@ -20,7 +20,7 @@ from parallel_runtime.values import shown
 
 __all__ = ["EngineConfig", "EngineSettings", "ExecutorKind", "engine_config", "shared_threads"]
 
-ExecutorKind: TypeAlias = Literal["processes", "threads"]
+ExecutorKind: TypeAlias = Literal["processes", "threads", "ray"]
 """What ranks are: processes of this machine, or threads of this process."""
 
 _DIALECTS: Mapping[str, type[FrozenModel]] = MappingProxyType(
@@ -56,7 +56,8 @@ class EngineConfig(FrozenModel):
         model: ``"smollm2"``, a GGUF file, or a directory with ``config.json`` and safetensors.
         parallel: Sizes of one world, and how its ranks talk.
         replicas: Independent worlds, each with the whole model.
-        executor: Ranks as ``"processes"`` of this machine or as ``"threads"`` of this process, which suits tests.
+        executor: Ranks as ``"processes"`` of this machine, as ``"ray"`` actors of a cluster, or as ``"threads"`` of this process,
+            which suits tests.
         serving: How each world serves: dtype, memory, limits.
         supervision: When a replica counts as lost, and when it is started again.
         sampling: How requests are continued that do not say so themselves.
