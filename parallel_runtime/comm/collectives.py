@@ -12,6 +12,22 @@ from torch import Tensor
 
 from parallel_runtime.comm.communicator import Operation, ReduceOp
 from parallel_runtime.comm.core import GroupCore
+from parallel_runtime.comm.pieces import (
+    Joined,
+    as_rows,
+    check_splits,
+    deliver,
+    do_nothing,
+    loosely_agreed,
+    merged_rows,
+    new_copy,
+    put_back,
+    real_dim,
+    resized_shape,
+    room_for,
+    scaled_shape,
+    split_rows,
+)
 from parallel_runtime.comm.tensors import (
     Reduction,
     check_out,
@@ -22,7 +38,6 @@ from parallel_runtime.comm.tensors import (
     movable,
     normal_dim,
     reduction,
-    same_storage,
 )
 from parallel_runtime.errors import ArgumentError, DimError, DtypeError
 
@@ -77,7 +92,7 @@ class Collectives:
         if work.data_ptr() != tensor.data_ptr() or work.stride() != tensor.stride():
             check_writable(tensor, "all_reduce_")
         self._reduce_all(tensor, work, plan, "all_reduce_", limit_s)
-        return _put_back(tensor, work)
+        return put_back(tensor, work)
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp | str, out: Tensor | None, timeout_s: float | None) -> Tensor:
         """Combine into a new tensor, or ``out``."""
@@ -89,9 +104,11 @@ class Collectives:
             core.run("all_reduce", tensor, core.communicator.all_reduce_, work, plan.op, limit_s)
             return work
         payload = self._dense(tensor)
-        work = _copy(tensor, payload) if out is None else _buffer(out, tuple(tensor.shape), tensor, "all_reduce").copy_(payload)
+        work = (
+            new_copy(tensor, payload) if out is None else room_for(out, tuple(tensor.shape), tensor, "all_reduce").copy_(payload)
+        )
         self._reduce_all(tensor, work, plan, "all_reduce", limit_s)
-        return _deliver(out, work)
+        return deliver(out, work)
 
     def all_gather(self, tensor: Tensor, dim: int, out: Tensor | None, timeout_s: float | None) -> Tensor:
         """Join equal shards along ``dim``."""
@@ -104,15 +121,15 @@ class Collectives:
             return rows.flatten(0, 1)
         payload = self._dense(tensor)
         dim = normal_dim(dim, payload.dim(), "all_gather")
-        shape = _scaled(payload, dim, world_size)
+        shape = scaled_shape(payload, dim, world_size)
         stacked = (world_size, *payload.shape)
         if out is not None:
             check_out(out, shape, tensor, "all_gather")
-        direct = _buffer(out, shape, payload, "all_gather") if dim == 0 else None
+        direct = room_for(out, shape, payload, "all_gather") if dim == 0 else None
         target = payload.new_empty(stacked) if direct is None else direct.view(stacked)
         moved = movable(payload)
-        self._agreed("all_gather", tensor, ("dim", dim), core.communicator.all_gather, _rows(target, moved), moved, limit_s)
-        return _deliver(out, direct if direct is not None else _merged(target, dim, shape))
+        self._agreed("all_gather", tensor, ("dim", dim), core.communicator.all_gather, as_rows(target, moved), moved, limit_s)
+        return deliver(out, direct if direct is not None else merged_rows(target, dim, shape))
 
     def all_gatherv(
         self, tensor: Tensor, sizes: Sequence[int] | None, dim: int, out: Tensor | None, timeout_s: float | None
@@ -121,18 +138,18 @@ class Collectives:
         core = self._core
         limit_s = core.deadline(timeout_s, core.collective_s)
         payload = self._dense(tensor)
-        dim = _real_dim(dim, payload, "all_gatherv")
+        dim = real_dim(dim, payload, "all_gatherv")
         if sizes is None:
             sizes = [row[0] for row in self._exchange("all_gatherv", [payload.shape[dim]], "", limit_s)]
-        _check_splits(sizes, core.communicator.world_size, "all_gatherv", "sizes")
+        check_splits(sizes, core.communicator.world_size, "all_gatherv", "sizes")
         if sizes[core.communicator.rank_in_group] != payload.shape[dim]:
             raise ArgumentError(
                 f"all_gatherv: sizes={list(sizes)} says {sizes[core.communicator.rank_in_group]} for member "
                 f"{core.communicator.rank_in_group}, its tensor has {payload.shape[dim]} along dim {dim}"
             )
-        joined = _Joined(payload, sizes, dim, out, "all_gatherv")
+        joined = Joined(payload, sizes, dim, out, "all_gatherv")
         args = ([movable(piece) for piece in joined.pieces], movable(payload), limit_s)
-        core.run_agreed("all_gatherv", tensor, _loose(payload, dim, tuple(sizes)), core.communicator.all_gatherv, *args)
+        core.run_agreed("all_gatherv", tensor, loosely_agreed(payload, dim, tuple(sizes)), core.communicator.all_gatherv, *args)
         return joined.result()
 
     def reduce_scatter(self, tensor: Tensor, dim: int, op: ReduceOp | str, out: Tensor | None, timeout_s: float | None) -> Tensor:
@@ -141,18 +158,18 @@ class Collectives:
         plan = self._reduction(tensor, op, "reduce_scatter")
         limit_s = core.deadline(timeout_s, core.collective_s)
         payload = self._dense(tensor)
-        dim = _real_dim(dim, payload, "reduce_scatter")
+        dim = real_dim(dim, payload, "reduce_scatter")
         world_size = core.communicator.world_size
         if payload.shape[dim] % world_size:
             raise ArgumentError(
                 f"reduce_scatter: dim {dim} has {payload.shape[dim]} elements, not a multiple of the {world_size} members of "
                 f"{core.name}; use reduce_scatterv with sizes"
             )
-        rows = _split_rows(payload, dim, world_size)
-        output = _buffer(out, tuple(rows.shape[1:]), payload, "reduce_scatter")
+        rows = split_rows(payload, dim, world_size)
+        output = room_for(out, tuple(rows.shape[1:]), payload, "reduce_scatter")
         args = (plan.apply(output), plan.apply(rows), plan.op, limit_s)
         self._agreed("reduce_scatter", tensor, (str(plan.op), "dim", dim), core.communicator.reduce_scatter, *args)
-        return _deliver(out, output)
+        return deliver(out, output)
 
     def reduce_scatterv(
         self, tensor: Tensor, sizes: Sequence[int], dim: int, op: ReduceOp | str, out: Tensor | None, timeout_s: float | None
@@ -162,27 +179,27 @@ class Collectives:
         plan = self._reduction(tensor, op, "reduce_scatterv")
         limit_s = core.deadline(timeout_s, core.collective_s)
         payload = self._dense(tensor)
-        dim = _real_dim(dim, payload, "reduce_scatterv")
+        dim = real_dim(dim, payload, "reduce_scatterv")
         world_size = core.communicator.world_size
-        _check_splits(sizes, world_size, "reduce_scatterv", "sizes", total=payload.shape[dim])
+        check_splits(sizes, world_size, "reduce_scatterv", "sizes", total=payload.shape[dim])
         pieces = [plan.apply(piece.contiguous()) for piece in torch.split(payload, list(sizes), dim)]
         mine = pieces[core.communicator.rank_in_group]
         received = mine.new_empty((world_size, *mine.shape))
-        shape = _resized(payload, dim, sizes[core.communicator.rank_in_group])
-        output = _buffer(out, shape, payload, "reduce_scatterv")
+        shape = resized_shape(payload, dim, sizes[core.communicator.rank_in_group])
+        output = room_for(out, shape, payload, "reduce_scatterv")
         args = ([movable(row) for row in received], [movable(piece) for piece in pieces], limit_s)
         agreed = (str(plan.op), "dim", dim, "sizes", tuple(sizes), tensor.dtype, tuple(tensor.shape))
         core.run_agreed("reduce_scatterv", tensor, agreed, core.communicator.all_to_allv, *args)
         plan.apply(output).copy_(fold(received, plan.op))
-        return _deliver(out, output)
+        return deliver(out, output)
 
     def all_to_all(self, tensor: Tensor, split_dim: int, concat_dim: int, out: Tensor | None, timeout_s: float | None) -> Tensor:
         """Exchange equal parts."""
         core = self._core
         limit_s = core.deadline(timeout_s, core.collective_s)
         payload = self._dense(tensor)
-        split_dim = _real_dim(split_dim, payload, "all_to_all")
-        concat_dim = _real_dim(concat_dim, payload, "all_to_all")
+        split_dim = real_dim(split_dim, payload, "all_to_all")
+        concat_dim = real_dim(concat_dim, payload, "all_to_all")
         world_size = core.communicator.world_size
         if payload.shape[split_dim] % world_size:
             raise ArgumentError(
@@ -191,7 +208,7 @@ class Collectives:
             )
         part = payload.shape[split_dim] // world_size
         pieces = [piece.contiguous() for piece in torch.split(payload, [part] * world_size, split_dim)]
-        joined = _Joined(pieces[0], [pieces[0].shape[concat_dim]] * world_size, concat_dim, out, "all_to_all")
+        joined = Joined(pieces[0], [pieces[0].shape[concat_dim]] * world_size, concat_dim, out, "all_to_all")
         args = ([movable(piece) for piece in joined.pieces], [movable(piece) for piece in pieces], limit_s)
         self._agreed("all_to_all", tensor, ("dims", split_dim, concat_dim), core.communicator.all_to_allv, *args)
         return joined.result()
@@ -209,10 +226,10 @@ class Collectives:
         core = self._core
         limit_s = core.deadline(timeout_s, core.collective_s)
         payload = self._dense(tensor)
-        dim = _real_dim(dim, payload, "all_to_allv")
+        dim = real_dim(dim, payload, "all_to_allv")
         world_size = core.communicator.world_size
         try:
-            _check_splits(splits, world_size, "all_to_allv", "splits", total=payload.shape[dim])
+            check_splits(splits, world_size, "all_to_allv", "splits", total=payload.shape[dim])
             fault = ""
         except ArgumentError as exc:
             if output_splits is not None:
@@ -221,11 +238,11 @@ class Collectives:
         if output_splits is None:
             sent = [0] * world_size if fault else list(splits)
             output_splits = [row[core.communicator.rank_in_group] for row in self._exchange("all_to_allv", sent, fault, limit_s)]
-        _check_splits(output_splits, world_size, "all_to_allv", "output_splits")
+        check_splits(output_splits, world_size, "all_to_allv", "output_splits")
         pieces = [movable(piece.contiguous()) for piece in torch.split(payload, list(splits), dim)]
-        joined = _Joined(payload, output_splits, dim, out, "all_to_allv")
+        joined = Joined(payload, output_splits, dim, out, "all_to_allv")
         args = ([movable(piece) for piece in joined.pieces], pieces, limit_s)
-        core.run_agreed("all_to_allv", tensor, _loose(payload, dim, ()), core.communicator.all_to_allv, *args)
+        core.run_agreed("all_to_allv", tensor, loosely_agreed(payload, dim, ()), core.communicator.all_to_allv, *args)
         return joined.result()
 
     def broadcast_(self, tensor: Tensor, src: int, timeout_s: float | None) -> Tensor:
@@ -239,7 +256,7 @@ class Collectives:
         work = self._dense(tensor)
         check_writable(tensor, "broadcast_")
         self._agreed("broadcast_", tensor, ("from member", src), core.communicator.broadcast_, movable(work), src, limit_s)
-        return tensor if src == core.communicator.rank_in_group else _put_back(tensor, work)
+        return tensor if src == core.communicator.rank_in_group else put_back(tensor, work)
 
     def broadcast(self, tensor: Tensor, src: int, timeout_s: float | None) -> Tensor:
         """A new tensor equal to that of ``src``."""
@@ -247,7 +264,7 @@ class Collectives:
         limit_s = core.deadline(timeout_s, core.collective_s)
         core.member(src, "src")
         payload = self._dense(tensor)
-        work = _copy(tensor, payload) if src == core.communicator.rank_in_group else torch.empty_like(payload)
+        work = new_copy(tensor, payload) if src == core.communicator.rank_in_group else torch.empty_like(payload)
         self._agreed("broadcast", tensor, ("from member", src), core.communicator.broadcast_, movable(work), src, limit_s)
         return work
 
@@ -258,10 +275,10 @@ class Collectives:
         limit_s = core.deadline(timeout_s, core.collective_s)
         at_dst = core.member(dst, "dst") == core.communicator.rank_in_group
         payload = self._dense(tensor)
-        output = _buffer(out, tuple(payload.shape), payload, "reduce") if at_dst else None
+        output = room_for(out, tuple(payload.shape), payload, "reduce") if at_dst else None
         args = (None if output is None else plan.apply(output), plan.apply(payload), dst, plan.op, limit_s)
         self._agreed("reduce", tensor, ("to member", dst, str(plan.op)), core.communicator.reduce, *args)
-        return None if output is None else _deliver(out, output)
+        return None if output is None else deliver(out, output)
 
     def gather(self, tensor: Tensor, dst: int, dim: int, out: Tensor | None, timeout_s: float | None) -> Tensor | None:
         """Join equal shards on ``dst``."""
@@ -271,14 +288,14 @@ class Collectives:
         payload = self._dense(tensor)
         dim = normal_dim(dim, payload.dim(), "gather")
         world_size = core.communicator.world_size
-        shape = _scaled(payload, dim, world_size)
+        shape = scaled_shape(payload, dim, world_size)
         if at_dst and out is not None:
             check_out(out, shape, tensor, "gather")
         target = payload.new_empty((world_size, *payload.shape)) if at_dst else None
         moved = movable(payload)
-        outputs = None if target is None else list(_rows(target, moved))
+        outputs = None if target is None else list(as_rows(target, moved))
         self._agreed("gather", tensor, ("to member", dst, "dim", dim), core.communicator.gather, outputs, moved, dst, limit_s)
-        return None if target is None else _deliver(out, _merged(target, dim, shape))
+        return None if target is None else deliver(out, merged_rows(target, dim, shape))
 
     def scatter(
         self,
@@ -309,13 +326,13 @@ class Collectives:
             raise ArgumentError(f"scatter from member {src} of {core.name}: {about}")
         dtype, shape = about
         like = torch.empty(0, dtype=dtype, device=core.spec.device)
-        output = _buffer(out, shape, like, "scatter")
+        output = room_for(out, shape, like, "scatter")
         inputs = None if rows is None else [movable(row) for row in rows]
         if output.numel():
             core.run_agreed(
                 "scatter", output, ("from member", src), core.communicator.scatter, movable(output), inputs, src, limit_s
             )
-        return _deliver(out, output)
+        return deliver(out, output)
 
     def scatter_parts(self, output: Tensor, parts: Sequence[Tensor] | None, src: int, timeout_s: float | None) -> Tensor:
         """Deal out the parts on ``src``, which are all like ``output`` on every member."""
@@ -328,7 +345,7 @@ class Collectives:
             raise ArgumentError("scatter: the source hands over one part per member, each of the shape and dtype of the output")
         inputs = [movable(self._dense(part)) for part in parts] if at_src and parts is not None else None
         self._agreed("scatter", output, ("from member", src), core.communicator.scatter, movable(target), inputs, src, limit_s)
-        return _deliver(output, target)
+        return deliver(output, target)
 
     def barrier(self, timeout_s: float | None) -> None:
         """Wait for every member."""
@@ -341,14 +358,14 @@ class Collectives:
         if tensor is None:
             raise ArgumentError("scatter: the source has to hand over a tensor, got None")
         payload = self._dense(tensor)
-        dim = _real_dim(dim, payload, "scatter")
+        dim = real_dim(dim, payload, "scatter")
         world_size = self._core.communicator.world_size
         if payload.shape[dim] % world_size:
             raise ArgumentError(
                 f"scatter: dim {dim} has {payload.shape[dim]} elements, not a multiple of the {world_size} members of "
                 f"{self._core.name}"
             )
-        return _split_rows(payload, dim, world_size)
+        return split_rows(payload, dim, world_size)
 
     def _is_simple(self, tensor: Tensor) -> bool:
         """Whether a communicator takes ``tensor`` as it is, and nothing has to be compared first."""
@@ -392,7 +409,7 @@ class Collectives:
         self, operation: str, tensor: Tensor, agreed: tuple[object, ...], call: Callable[..., None], *args: object
     ) -> None:
         """Run an operation whose tensor has one shape and dtype on all members; an empty one moves nothing."""
-        run = call if tensor.numel() else _nothing
+        run = call if tensor.numel() else do_nothing
         self._core.run_agreed(operation, tensor, (*agreed, tensor.dtype, tuple(tensor.shape)), run, *args)
 
     def _exchange(self, operation: str, values: list[int], fault: str, limit_s: float) -> list[list[int]]:
@@ -405,99 +422,3 @@ class Collectives:
         if faulty:
             raise ArgumentError(fault or f"{operation}: member {faulty[0]} of {core.name} gave splits that do not fit its tensor")
         return [row[1:] for row in rows.tolist()]
-
-
-@final
-class _Joined:
-    """Receives pieces that are joined along ``dim``: views of the result where that is possible, else copied into it."""
-
-    def __init__(self, like: Tensor, sizes: Sequence[int], dim: int, out: Tensor | None, operation: str) -> None:
-        self._out = out
-        self._buffer = _buffer(out, _resized(like, dim, sum(sizes)), like, operation)
-        self._parts = torch.split(self._buffer, list(sizes), dim)
-        self.pieces = [part if part.is_contiguous() else torch.empty_like(part).contiguous() for part in self._parts]
-
-    def result(self) -> Tensor:
-        """The joined tensor, or the caller's ``out``."""
-        for part, piece in zip(self._parts, self.pieces, strict=True):
-            if piece is not part:
-                part.copy_(piece)
-        return _deliver(self._out, self._buffer)
-
-
-def _split_rows(tensor: Tensor, dim: int, parts: int) -> Tensor:
-    """Equal parts along ``dim`` as ``(parts, ...)``, contiguous."""
-    shape = (*tensor.shape[:dim], parts, tensor.shape[dim] // parts, *tensor.shape[dim + 1 :])
-    return tensor.view(shape).movedim(dim, 0).contiguous()
-
-
-def _nothing(*_: object) -> None:
-    """Stand in for a communicator where there is nothing to move."""
-
-
-def _copy(tensor: Tensor, payload: Tensor) -> Tensor:
-    """New memory with the values of ``tensor``, whose dense form is ``payload``."""
-    return payload.clone() if same_storage(payload, tensor) else payload
-
-
-def _put_back(tensor: Tensor, work: Tensor) -> Tensor:
-    if work.data_ptr() != tensor.data_ptr() or work.stride() != tensor.stride():
-        tensor.detach().copy_(work)
-    return tensor
-
-
-def _buffer(out: Tensor | None, shape: tuple[int, ...], like: Tensor, operation: str) -> Tensor:
-    """A contiguous tensor to receive into: ``out`` itself where nothing speaks against it."""
-    if out is None:
-        return torch.empty(shape, dtype=like.dtype, device=like.device)
-    check_out(out, shape, like, operation)
-    if out.is_contiguous() and not out.requires_grad and not same_storage(out, like):
-        return out
-    return torch.empty(shape, dtype=like.dtype, device=like.device)
-
-
-def _merged(rows: Tensor, dim: int, shape: tuple[int, ...]) -> Tensor:
-    """``rows`` ``(members, ...)`` joined along ``dim``, contiguous also where reshape would give a view."""
-    return rows.movedim(0, dim).reshape(shape).contiguous()
-
-
-def _deliver(out: Tensor | None, result: Tensor) -> Tensor:
-    if out is None:
-        return result
-    if out is not result:
-        out.detach().copy_(result)
-    return out
-
-
-def _rows(target: Tensor, moved: Tensor) -> Tensor:
-    """``target`` ``(world_size, ...)`` in the form that ``moved`` has, one row per member."""
-    if moved.dtype is target.dtype:
-        return target
-    return movable(target).view(target.shape[0], *moved.shape)
-
-
-def _scaled(tensor: Tensor, dim: int, factor: int) -> tuple[int, ...]:
-    """The shape of ``factor`` tensors joined along ``dim``; 0-dim tensors join to one dim."""
-    return _resized(tensor, dim, tensor.shape[dim] * factor) if tensor.dim() else (factor,)
-
-
-def _resized(tensor: Tensor, dim: int, size: int) -> tuple[int, ...]:
-    return (*tensor.shape[:dim], size, *tensor.shape[dim + 1 :])
-
-
-def _loose(tensor: Tensor, dim: int, sizes: tuple[int, ...]) -> tuple[object, ...]:
-    """What members agree on where their sizes along ``dim`` differ."""
-    return ("dim", dim, "sizes", sizes, tensor.dtype, _resized(tensor, dim, -1))
-
-
-def _real_dim(dim: int, tensor: Tensor, operation: str) -> int:
-    if not tensor.dim():
-        raise DimError(f"{operation}: a 0-dim tensor has no dim to split or join along; use tensor.view(1)")
-    return normal_dim(dim, tensor.dim(), operation)
-
-
-def _check_splits(splits: Sequence[int], world_size: int, operation: str, word: str, total: int | None = None) -> None:
-    if len(splits) != world_size or any(size < 0 for size in splits):
-        raise ArgumentError(f"{operation}: {word}={list(splits)} must be {world_size} sizes of 0 or more, one per member")
-    if total is not None and sum(splits) != total:
-        raise ArgumentError(f"{operation}: {word}={list(splits)} add up to {sum(splits)}, the tensor has {total}")
