@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from parallel_runtime.comm import FakeCommunicator, GroupCoordinator, GroupSpec, open_coordinator
+from parallel_runtime.errors import ArgumentError
 from parallel_runtime.interop.moves import Box, TensorPlacement
 from parallel_runtime.layers import (
     ExpertGroups,
@@ -46,7 +47,12 @@ def local_state(model: CausalLM) -> dict[str, Tensor]:
 
     Returns:
         Views. A tied head has no name of its own; the last stage holds it as ``"model.embed_tokens.weight"``.
+
+    Raises:
+        ArgumentError: The model is packed.
     """
+    if any(parameter.is_mkldnn for parameter in model.parameters()):
+        raise ArgumentError("packed weights cannot be written in place; call unpack() on the model first, and pack() afterwards")
     return {part.name: part.view for part in _model_parts(model)}
 
 
