@@ -210,7 +210,10 @@ def test_memory_of_processes_goes_back_to_the_system(tmp_path: Path) -> None:
     old, new = two_models(tmp_path, config)
     with Engine(old, parallel=ParallelConfig(tp=2)) as engine:
         pids = [int(line.split("pid ")[1].split()[0]) for line in engine.replicas[0].ranks]
-        tokens = lambda: [answer.token_ids for answer in engine.generate(PROMPTS[:2], SamplingParams(max_new_tokens=4))]  # noqa: E731
+
+        def tokens() -> list[tuple[int, ...]]:
+            return [answer.token_ids for answer in engine.generate(PROMPTS[:2], SamplingParams(max_new_tokens=4))]
+
         assert tokens() == greedy_reference(old, PROMPTS[:2], 4)
         engine.controls.update_weights(random_state(config, seed=1))
         assert tokens() == (expected := greedy_reference(new, PROMPTS[:2], 4))
