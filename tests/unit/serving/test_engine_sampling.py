@@ -33,12 +33,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model(tmp_path_factory.mktemp("tiny"), vocab_size=300)
 
 
-def serve(
-    model: Path, prompts: list[Prompt], sampling: SamplingParams | list[SamplingParams], *, serving: ServingConfig | None = None,
-    **sizes: int,
-) -> list[Completion]:  # fmt: skip
+def serve(model: Path, prompts: list[Prompt], sampling: SamplingParams | list[SamplingParams], **sizes: int) -> list[Completion]:
     parallel = ParallelConfig.model_validate(sizes)
-    with Engine(model, parallel=parallel, serving=serving or ServingConfig(kv_cache_tokens=4096), executor="threads") as engine:
+    with Engine(model, parallel=parallel, serving=ServingConfig(kv_cache_tokens=4096), executor="threads") as engine:
         return engine.generate(prompts, sampling)
 
 
