@@ -54,7 +54,7 @@ class _Block(nn.Module):
 
 def _gradients(block: _Block, call: Callable[[Tensor], Tensor], ids: Tensor) -> list[Tensor]:
     block.zero_grad()
-    call(ids).pow(2).mean().backward()
+    torch.autograd.backward(call(ids).pow(2).mean())
     return [parameter.grad.clone() for parameter in block.parameters() if parameter.grad is not None]
 
 

@@ -56,8 +56,7 @@ def test_a_model_that_cannot_be_split_that_far_is_refused() -> None:
 
 def test_packed_weights_are_refused() -> None:
     model = _model(tiny_llama_config())
-    layer = model.decoder[0].self_attn.o_proj
-    assert isinstance(layer, nn.Module)
+    layer = model.get_submodule("decoder.0.self_attn.o_proj")
     layer.weight = nn.Parameter(torch.ones(4, 4).to_mkldnn(), requires_grad=False)
     with pytest.raises(ValueError, match=r"^packed weights cannot be written in place; call unpack\(\) on the model first"):
         local_state(model)
