@@ -98,5 +98,7 @@ def stand_still(ctx: ParallelContext) -> float:
     return ctx.tp.all_reduce(torch.ones(1)).item()
 
 
-def test_a_process_does_not_blame_others_for_its_own_standstill() -> None:
-    assert launch(stand_still, ParallelConfig(tp=2, deadlines=Deadlines(collective_s=1.5)), timeout_s=50) == [2.0, 2.0]
+@pytest.mark.parametrize("shm", ["auto", "off"])
+def test_a_process_does_not_blame_others_for_its_own_standstill(shm: str) -> None:
+    config = ParallelConfig.model_validate({"tp": 2, "shm": shm, "deadlines": Deadlines(collective_s=1.5).model_dump()})
+    assert launch(stand_still, config, timeout_s=50) == [2.0, 2.0]

@@ -274,13 +274,15 @@ class Waiter:
         def stirred() -> bool:
             return ready() or (bool(self.errands) and self.errands.run())
 
+        looked_at = monotonic()
         while not ready():
-            asleep_at = monotonic()
-            limit_s = max(self.deadline - asleep_at, 0.0)
+            limit_s = max(self.deadline - monotonic(), 0.0)
             self._bells.sleep(stirred, min(limit_s, _ERRAND_SLEEP_S) if self.errands else limit_s)
-            if (still_s := monotonic() - asleep_at) > _SUSPICIOUS_S:
-                self.deadline += still_s  # stopped itself, so nobody else is late
-            self._judge(ready, timeout_s, missing)
+            now = monotonic()
+            if now - looked_at > _SUSPICIOUS_S:
+                self.deadline += now - looked_at  # stopped itself, so nobody else is late
+            looked_at = now
+            self._judge(ready, timeout_s, missing, now)
 
     def _look(self, ready: Callable[[], bool]) -> bool:
         for _ in range(self.looks):
@@ -290,7 +292,7 @@ class Waiter:
                 self.hand_over()
         return False
 
-    def _judge(self, ready: Callable[[], bool], timeout_s: float, missing: Callable[[], list[int]]) -> None:
+    def _judge(self, ready: Callable[[], bool], timeout_s: float, missing: Callable[[], list[int]], now: float) -> None:
         """Nothing came for a while: raise where nothing will come."""
         peers = missing()
         gone = [why for peer in peers if (why := self._liveness.why_gone(peer))]
@@ -299,7 +301,7 @@ class Waiter:
         error: PeerError | None = None
         if gone:
             error = PeerLostError(f"waited for {_members(peers)}: {', '.join(gone)}")
-        elif self.deadline is not None and monotonic() >= self.deadline:
+        elif self.deadline is not None and now >= self.deadline:
             error = PeerTimeoutError(f"{_members(peers)} did not take part within {timeout_s:g} s")
         elif self.traffic is not None and self.traffic.diagnostician is not None:
             ranks = self.traffic.ranks
