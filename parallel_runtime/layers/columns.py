@@ -1,16 +1,15 @@
 """Linear layers whose output columns are spread over a group, one or several projections in a single matrix."""
 
-from abc import ABC
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from parallel_runtime.comm import GroupCoordinator
 from parallel_runtime.errors import ArgumentError
+from parallel_runtime.layers.packing import PackableLayer, apply_linear, dense
 from parallel_runtime.layers.regions import copy_to_group
 from parallel_runtime.layers.sources import TensorSource, check_shape, span
 
@@ -33,7 +32,7 @@ class ColumnPiece:
     shards: tuple[range, ...]
 
 
-class ParallelColumns(nn.Module, ABC):
+class ParallelColumns(PackableLayer):
     """``y = x A^T + b`` with the rows of A, the outputs, spread over ``tp``; several projections of one input may share A.
 
     The parameters are uninitialised until ``load``.
@@ -82,7 +81,7 @@ class ParallelColumns(nn.Module, ABC):
 
         Collective: none forward; backward one all_reduce of the input's gradient.
         """
-        return functional.linear(copy_to_group(x, self.tp), self.weight, self.bias)
+        return apply_linear(copy_to_group(x, self.tp), self.weight, self.bias)
 
     def load(self, weights: Sequence[TensorSource], biases: Sequence[TensorSource] | None = None) -> None:
         """Take this member's rows out of the full weights.
@@ -96,9 +95,10 @@ class ParallelColumns(nn.Module, ABC):
         """
         if (biases is None) != (self.bias is None):
             raise ArgumentError(f"bias={self.bias is not None} but biases were {'not ' if biases is None else ''}given to load")
-        self._fill(self.weight, weights, "weight")
-        if self.bias is not None and biases is not None:
-            self._fill(self.bias, biases, "bias")
+        with self._filling():
+            self._fill(self.weight, weights, "weight")
+            if self.bias is not None and biases is not None:
+                self._fill(self.bias, biases, "bias")
 
     def full_state(self) -> dict[str, Tensor]:
         """The full parameters of every piece, equal on every member.
@@ -110,12 +110,11 @@ class ParallelColumns(nn.Module, ABC):
         """
         state: dict[str, Tensor] = {}
         for kind, parameter in self.named_parameters(recurse=False):
-            parts = torch.split(parameter.detach(), self.local_sizes)
+            parts = torch.split(dense(parameter), self.local_sizes)
             for piece, part in zip(self.pieces, parts, strict=True):
                 state[f"{piece.name}.{kind}"] = gather_rows(part, piece.shards, self.tp)
         return state
 
-    @torch.no_grad()
     def _fill(self, parameter: Tensor, sources: Sequence[TensorSource], kind: str) -> None:
         if len(sources) != len(self.pieces):
             raise ArgumentError(

@@ -1,6 +1,5 @@
 """The two ends of a language model, spread over a group by vocabulary: embedding and head. Nothing is ever padded."""
 
-from abc import ABC
 from typing import final
 
 import torch
@@ -11,6 +10,7 @@ from torch.nn import functional
 from parallel_runtime.comm import GroupCoordinator
 from parallel_runtime.errors import ArgumentError
 from parallel_runtime.layers.columns import gather_rows
+from parallel_runtime.layers.packing import PackableLayer, apply_linear, dense
 from parallel_runtime.layers.regions import copy_to_group, gather_from_group, reduce_from_group
 from parallel_runtime.layers.sources import TensorSource, check_shape, span
 from parallel_runtime.topology.shards import Uneven, split_vocabulary
@@ -18,7 +18,7 @@ from parallel_runtime.topology.shards import Uneven, split_vocabulary
 __all__ = ["ParallelHead", "VocabParallelEmbedding"]
 
 
-class _VocabularyShard(nn.Module, ABC):
+class _VocabularyShard(PackableLayer):
     """A ``(V, D)`` matrix of which every member holds some rows."""
 
     def __init__(
@@ -38,7 +38,6 @@ class _VocabularyShard(nn.Module, ABC):
         self.own = self.shards[tp.rank_in_group]
         self.weight = nn.Parameter(torch.empty(len(self.own), hidden_size, dtype=dtype, device=device))
 
-    @torch.no_grad()
     def load(self, weight: TensorSource) -> None:
         """Take this member's rows out of the full weight.
 
@@ -49,7 +48,8 @@ class _VocabularyShard(nn.Module, ABC):
             ArgumentError: It has another shape.
         """
         check_shape("weight", weight, (self.vocab_size, self.weight.shape[1]))
-        self.weight.copy_(weight[span(self.own)])
+        with self._filling():
+            self.weight.copy_(weight[span(self.own)])
 
     def full_state(self) -> dict[str, Tensor]:
         """The full parameter, equal on every member.
@@ -59,7 +59,7 @@ class _VocabularyShard(nn.Module, ABC):
 
         Collective: one all_gatherv of the weight; all members, same order.
         """
-        return {"weight": gather_rows(self.weight.detach(), self.shards, self.tp)}
+        return {"weight": gather_rows(dense(self.weight), self.shards, self.tp)}
 
 
 @final
@@ -101,6 +101,9 @@ class VocabParallelEmbedding(_VocabularyShard):
         rows_TD = functional.embedding(local_T.masked_fill_(elsewhere_T, 0), self.weight)
         return reduce_from_group(rows_TD.masked_fill(elsewhere_T.unsqueeze(-1), 0), self.tp)
 
+    def pack(self) -> None:
+        """Nothing: rows are looked up in the plain form."""
+
     def _check(self, ids_T: Tensor) -> None:
         if is_dynamo_compiling() or ids_T.numel() == 0:
             return
@@ -128,7 +131,7 @@ class ParallelHead(_VocabularyShard):
     """
 
     def tie(self, embedding: VocabParallelEmbedding) -> None:
-        """Use the embedding's weight as this layer's, the same parameter.
+        """Use the embedding's weight as this layer's: the same parameter, or a packed copy where this layer was packed before.
 
         Raises:
             ArgumentError: It is of another size, or cut differently.
@@ -138,7 +141,10 @@ class ParallelHead(_VocabularyShard):
                 f"the embedding's shard is {tuple(embedding.weight.shape)} of {embedding.vocab_size}; "
                 f"the head's is {tuple(self.weight.shape)} of {self.vocab_size}"
             )
+        was_packed = self.weight.is_mkldnn
         self.weight = embedding.weight
+        if was_packed:
+            self.pack()
 
     def local(self, hidden_TD: Tensor) -> Tensor:
         """The logits of this member's part of the vocabulary.
@@ -151,7 +157,7 @@ class ParallelHead(_VocabularyShard):
 
         Collective: none forward; backward one all_reduce of the input's gradient.
         """
-        return functional.linear(copy_to_group(hidden_TD, self.tp), self.weight)
+        return apply_linear(copy_to_group(hidden_TD, self.tp), self.weight)
 
     def forward(self, hidden_TD: Tensor) -> Tensor:
         """The logits of the whole vocabulary.

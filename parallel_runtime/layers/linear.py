@@ -5,11 +5,11 @@ from typing import final
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from parallel_runtime.comm import GroupCoordinator
 from parallel_runtime.errors import ArgumentError
 from parallel_runtime.layers.columns import ColumnPiece, ParallelColumns, gather_rows
+from parallel_runtime.layers.packing import PackableLayer, apply_linear, dense
 from parallel_runtime.layers.regions import reduce_from_group
 from parallel_runtime.layers.sources import TensorSource, check_shape, span
 from parallel_runtime.topology.shards import HeadShard, Uneven, split_heads, split_intermediate
@@ -133,7 +133,7 @@ class QkvParallelLinear(ParallelColumns):
 
 
 @final
-class RowParallelLinear(nn.Module):
+class RowParallelLinear(PackableLayer):
     """``y = x A^T + b`` where every member holds a slice of the inputs; the partial sums are added up, then the bias, once.
 
     The parameters are uninitialised until ``load``.
@@ -199,9 +199,8 @@ class RowParallelLinear(nn.Module):
         Returns:
             ``(..., out_features)``, different on every member.
         """
-        return functional.linear(x, self.weight)
+        return apply_linear(x, self.weight)
 
-    @torch.no_grad()
     def load(self, weight: TensorSource, bias: TensorSource | None = None) -> None:
         """Take this member's columns out of the full weight, and the whole bias.
 
@@ -216,10 +215,11 @@ class RowParallelLinear(nn.Module):
             raise ArgumentError(f"bias={self.bias is not None} but a bias was {'not ' if bias is None else ''}given to load")
         out_features = self.weight.shape[0]
         check_shape("weight", weight, (out_features, self.in_features))
-        self.weight.copy_(weight[:, self._own])
-        if self.bias is not None and bias is not None:
-            check_shape("bias", bias, (out_features,))
-            self.bias.copy_(bias[:])
+        with self._filling():
+            self.weight.copy_(weight[:, self._own])
+            if self.bias is not None and bias is not None:
+                check_shape("bias", bias, (out_features,))
+                self.bias.copy_(bias[:])
 
     def full_state(self) -> dict[str, Tensor]:
         """The full parameters, equal on every member.
@@ -229,7 +229,7 @@ class RowParallelLinear(nn.Module):
 
         Collective: one all_gatherv of the weight; all members, same order.
         """
-        columns = gather_rows(self.weight.detach().T.contiguous(), self.shards, self.tp)
+        columns = gather_rows(dense(self.weight).T.contiguous(), self.shards, self.tp)
         state = {"weight": columns.T.contiguous()}
         return state if self.bias is None else state | {"bias": self.bias.detach().clone()}
 

@@ -14,6 +14,7 @@ from parallel_runtime.errors import ArgumentError
 from parallel_runtime.layers.attention import Attention
 from parallel_runtime.layers.embedding import ParallelHead
 from parallel_runtime.layers.expert_groups import ExpertGroups
+from parallel_runtime.layers.packing import PackableLayer
 from parallel_runtime.layers.rotary import RotaryPositions
 from parallel_runtime.models.checkpoint import Checkpoint
 from parallel_runtime.models.config import ModelConfig
@@ -141,11 +142,12 @@ class CausalLM(nn.Module):
         """
         return self._head().greedy(hidden_SD)
 
-    def load(self, checkpoint: Checkpoint) -> None:
-        """Read this rank's shard of every parameter, and nothing else.
+    def load(self, checkpoint: Checkpoint, *, pack: bool = False) -> None:
+        """Read this rank's shard of every parameter, and nothing else. Parameters that were packed are packed again.
 
         Args:
             checkpoint: Open; its config is this model's.
+            pack: Pack each layer as soon as it is read, so that its plain form is gone before the next one comes.
 
         Raises:
             CheckpointError: A tensor is missing, has the wrong shape or cannot be read.
@@ -155,11 +157,31 @@ class CausalLM(nn.Module):
             self.embed_tokens.load(weights.tensor("embed_tokens.weight", self._vocabulary_shape))
         for index, layer in enumerate(self.layers):
             self._layer(index).load(Weights(checkpoint, f"model.layers.{layer}."))
+            if pack:
+                _pack(self._layer(index))
         if self.norm is not None:
             self.norm.load(weights.tensor("norm.weight", (self.config.hidden_size,)))
-        if self.lm_head is not None and not (self.config.tie_word_embeddings and self.is_first_stage):
-            name = "model.embed_tokens.weight" if self.config.tie_word_embeddings else "lm_head.weight"
-            self.lm_head.load(checkpoint.tensor(name, self._vocabulary_shape))
+        if self.lm_head is not None:
+            self._load_head(self.lm_head, checkpoint)
+            if pack:
+                self.lm_head.pack()
+
+    def pack(self) -> None:
+        """Bring the large weights into the form that the CPU multiplies fastest with, where this machine has one.
+
+        The packed form takes the place of the plain one; a head that is tied to the embedding gets a packed copy of its own.
+        Such a model is for inference: ``load`` and ``full_state`` work as before, ``parameters()`` keep their shapes and cannot be
+        written.
+        """
+        _pack(self)
+
+    def unpack(self) -> None:
+        """Have plain weights again, to write into them in place or to train; ``pack`` afterwards."""
+        for module in self.modules():
+            if isinstance(module, PackableLayer):
+                module.unpack()
+        if self.lm_head is not None and self.embed_tokens is not None and self.config.tie_word_embeddings:
+            self.lm_head.tie(self.embed_tokens)
 
     def full_state(self) -> dict[str, Tensor]:
         """The full parameters of this stage, equal on every member, under the names of ``transformers``.
@@ -179,6 +201,14 @@ class CausalLM(nn.Module):
         if self.lm_head is not None and not self.config.tie_word_embeddings:
             state |= under("lm_head.", self.lm_head.full_state())
         return state
+
+    def _load_head(self, head: ParallelHead, checkpoint: Checkpoint) -> None:
+        if not self.config.tie_word_embeddings:
+            head.load(checkpoint.tensor("lm_head.weight", self._vocabulary_shape))
+        elif self.embed_tokens is None:
+            head.load(checkpoint.tensor("model.embed_tokens.weight", self._vocabulary_shape))
+        else:
+            head.tie(self.embed_tokens)
 
     @property
     def _vocabulary_shape(self) -> tuple[int, int]:
@@ -207,6 +237,7 @@ def load_model(
     dtype: torch.dtype = torch.float32,
     device: torch.device | None = None,
     uneven: Uneven = "allow",
+    pack: bool = False,
 ) -> CausalLM:
     """Build one rank's part of a model and read its shard of the weights.
 
@@ -220,6 +251,7 @@ def load_model(
         dtype: Weights are converted to it.
         device: Weights are put there.
         uneven: ``"refuse"`` wants shards of equal size everywhere.
+        pack: Hold weights as ``CausalLM.pack`` does and ask for no gradients: for a model that serves and is not trained.
 
     Returns:
         The model, ready for ``forward`` under ``torch.inference_mode``.
@@ -231,5 +263,11 @@ def load_model(
     """
     checkpoint.check()
     model = CausalLM(checkpoint.config, tp=tp, experts=experts, layers=layers, dtype=dtype, device=device, uneven=uneven)
-    model.load(checkpoint)
-    return model
+    model.load(checkpoint, pack=pack)
+    return model.requires_grad_(requires_grad=False) if pack else model
+
+
+def _pack(part: nn.Module) -> None:
+    for module in part.modules():
+        if isinstance(module, PackableLayer):
+            module.pack()

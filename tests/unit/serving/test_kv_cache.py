@@ -1,11 +1,12 @@
 """The paged cache against the plain one, on blocks in any order."""
 
+import pytest
 import torch
 
 from parallel_runtime.models.kv_cache import SlotKvCache
+from parallel_runtime.serving.batch import Batch, Chunk
 from parallel_runtime.serving.kv_cache import PagedKvCache
-from parallel_runtime.serving.messages import SamplingParams
-from parallel_runtime.serving.policy import Batch, Chunk
+from parallel_runtime.serving.sampling_params import SamplingParams
 
 LAYERS, K, H, D = 2, 2, 4, 8
 
@@ -42,10 +43,29 @@ def test_pages_in_any_order_give_what_one_slot_gives() -> None:
             assert torch.allclose(out, reference.attend(layer, q, k, v), atol=1e-6)
 
 
-def test_a_run_of_blocks_is_read_in_place() -> None:
+def test_single_tokens_are_attended_to_together_whatever_their_lengths() -> None:
+    generator = torch.Generator().manual_seed(0)
+    lengths = (9, 2, 5, 8, 1)
+    paged = PagedKvCache(num_layers=1, num_kv_heads=K, head_dim=D, num_blocks=20, page_size=4)
+    paged.keys.fill_(torch.nan)
+    paged.values.fill_(torch.nan)
+    slots = SlotKvCache(num_layers=1, num_kv_heads=K, head_dim=D, num_slots=5, max_length=20)
+    blocks = [tuple(range(index, 20, 5)) for index in range(5)]
+    steps = [[(0, length) for length in lengths], [(length, 1) for length in lengths]]
+    steps.append([(lengths[0] + 1, 3), *((length + 1, 1) for length in lengths[1:])])
+    for step in steps:
+        chunks = [make_chunk(str(index), start, count, blocks[index]) for index, (start, count) in enumerate(step)]
+        q, k, v = (torch.randn(sum(count for _, count in step), heads, D, generator=generator) for heads in (H, K, K))
+        out = paged.step(Batch(chunks=tuple(chunks))).attend(0, q, k, v)
+        expected = slots.step(range(5), [count for _, count in step]).attend(0, q, k, v)
+        assert torch.allclose(out, expected, atol=1e-6)
+
+
+def test_a_run_of_blocks_is_read_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = PagedKvCache(num_layers=1, num_kv_heads=K, head_dim=D, num_blocks=4, page_size=4)
-    step = cache.step(Batch(chunks=(make_chunk("a", 0, 6, (1, 2)),)))
-    (sequence,) = step._sequences  # type: ignore[attr-defined]  # the view is what is tested
-    view = sequence.read(cache.keys[0])
-    assert view.shape == (K, 6, D)
-    assert view.data_ptr() == cache.keys[0, 4].data_ptr()
+    monkeypatch.setattr(PagedKvCache, "gather", lambda *_: pytest.fail("copied"))
+    q, k, v = (torch.randn(6, heads, D) for heads in (H, K, K))
+    cache.step(Batch(chunks=(make_chunk("a", 0, 6, (1, 2)),))).attend(0, q, k, v)
+    cache.step(Batch(chunks=(make_chunk("a", 6, 1, (1, 2)),))).attend(0, q[:1], k[:1], v[:1])
+    with pytest.raises(pytest.fail.Exception, match="copied"):
+        cache.step(Batch(chunks=(make_chunk("a", 6, 1, (2, 1)),))).attend(0, q[:1], k[:1], v[:1])
