@@ -23,13 +23,16 @@ from parallel_runtime.errors import ArgumentError, PeerError, PeerLostError, Pee
 
 __all__ = ["C10dCommunicator", "gloo_device"]
 
-_SLICE: Final = timedelta(seconds=0.25)
+_SLICE_S: Final = 0.25
+_SLICE: Final = timedelta(seconds=_SLICE_S)
 """How long a gloo collective waits between two looks at what has become of its peers."""
 _SLICE_IS_OVER: Final = "Operation timed out!"
 _SUSPICIOUS_S: Final = 1.0
 """A slice that ends so much too late tells that this process did not run. A machine's sleep does not count: clocks stop, too."""
 _STANDSTILL_S: Final = 60.0
 """So long a standstill of this process is made up for: gloo's own clock, which cannot be stopped, is set later by this much."""
+_MOST_KEPT: Final = 256
+"""Options that are kept: one per operation, deadline and root."""
 _BREAK_TAG: Final = 2**31 - 1
 """Of a message that nobody sends."""
 _TIMED_OUT: Final = re.compile(r"[Tt]im(ed|e) ?out|[Tt]imeout")
@@ -87,6 +90,7 @@ class C10dCommunicator(Communicator):
         self._still_s = 0.0
         self._waits_for: tuple[int, float] | None = None
         self._cut_off: PeerError | None = None
+        self._kept: dict[tuple[Any, float, int, int], Any] = {}
         limit = timedelta(seconds=timeout_s)
         self._ranks = table = list(range(world_size)) if ranks is None else [int(rank) for rank in ranks]
         prefix = c10d.PrefixStore(key, store)
@@ -114,9 +118,7 @@ class C10dCommunicator(Communicator):
     def all_reduce_(self, tensor: Tensor, op: ReduceOp, timeout_s: float) -> None:
         """Reduced by the backend; avg is a sum that is divided, int16 travels as int32."""
         work = tensor.int() if tensor.dtype is torch.int16 else tensor
-        options = c10d.AllreduceOptions()
-        options.reduceOp = _op(op)
-        options.timeout = self._limit(timeout_s)
+        options = self._options(c10d.AllreduceOptions, timeout_s, op=op)
         self._finish(lambda group: group.allreduce([work], options), "its peers", timeout_s)
         if op is ReduceOp.AVG:
             work.div_(self.world_size)
@@ -125,8 +127,7 @@ class C10dCommunicator(Communicator):
 
     def all_gather(self, output: Tensor, tensor: Tensor, timeout_s: float) -> None:
         """One all-gather of the backend; gloo is given a list of rows, nccl would copy such a list once more."""
-        options = c10d.AllgatherOptions()
-        options.timeout = self._limit(timeout_s)
+        options = self._options(c10d.AllgatherOptions, timeout_s)
         if self.backend == "gloo":
             self._finish(lambda group: group.allgather([list(output)], [tensor], options), "its peers", timeout_s)
         else:
@@ -143,9 +144,7 @@ class C10dCommunicator(Communicator):
             self.all_reduce_(work, op, timeout_s)
             output.copy_(work[self.rank_in_group])
             return
-        options = c10d.ReduceScatterOptions()
-        options.reduceOp = _op(op)
-        options.timeout = self._limit(timeout_s)
+        options = self._options(c10d.ReduceScatterOptions, timeout_s, op=op)
         self._finish(lambda group: group._reduce_scatter_base(output, tensor, options), "its peers", timeout_s)
         if op is ReduceOp.AVG:
             output.div_(self.world_size)
@@ -155,50 +154,39 @@ class C10dCommunicator(Communicator):
         sent = torch.cat([tensor.reshape(-1) for tensor in inputs])
         received = sent.new_empty(sum(tensor.numel() for tensor in outputs))
         sizes = [tensor.numel() for tensor in outputs], [tensor.numel() for tensor in inputs]
-        options = c10d.AllToAllOptions()
-        options.timeout = self._limit(timeout_s)
+        options = self._options(c10d.AllToAllOptions, timeout_s)
         self._finish(lambda group: group.alltoall_base(received, sent, *sizes, options), "its peers", timeout_s)
         for target, piece in zip(outputs, torch.split(received, sizes[0]), strict=True):
             target.copy_(piece.view(target.shape))
 
     def broadcast_(self, tensor: Tensor, src: int, timeout_s: float) -> None:
         """One broadcast of the backend."""
-        options = c10d.BroadcastOptions()
-        options.rootRank = src
-        options.timeout = self._limit(timeout_s)
+        options = self._options(c10d.BroadcastOptions, timeout_s, root=src)
         self._finish(lambda group: group.broadcast([tensor], options), f"member {src} or its peers", timeout_s)
 
     def reduce(self, output: Tensor | None, tensor: Tensor, dst: int, op: ReduceOp, timeout_s: float) -> None:
         """One reduce of the backend, over a copy since some backends scribble on their input."""
         work = tensor.int() if tensor.dtype is torch.int16 else tensor.clone()
-        options = c10d.ReduceOptions()
-        options.reduceOp = _op(op)
-        options.rootRank = dst
-        options.timeout = self._limit(timeout_s)
+        options = self._options(c10d.ReduceOptions, timeout_s, op=op, root=dst)
         self._finish(lambda group: group.reduce([work], options), f"member {dst} or its peers", timeout_s)
         if output is not None:
             output.copy_(work.div_(self.world_size) if op is ReduceOp.AVG else work)
 
     def gather(self, outputs: Sequence[Tensor] | None, tensor: Tensor, dst: int, timeout_s: float) -> None:
         """One gather of the backend."""
-        options = c10d.GatherOptions()
-        options.rootRank = dst
-        options.timeout = self._limit(timeout_s)
+        options = self._options(c10d.GatherOptions, timeout_s, root=dst)
         targets = [] if outputs is None else [list(outputs)]
         self._finish(lambda group: group.gather(targets, [tensor], options), f"member {dst} or its peers", timeout_s)
 
     def scatter(self, output: Tensor, inputs: Sequence[Tensor] | None, src: int, timeout_s: float) -> None:
         """One scatter of the backend."""
-        options = c10d.ScatterOptions()
-        options.rootRank = src
-        options.timeout = self._limit(timeout_s)
+        options = self._options(c10d.ScatterOptions, timeout_s, root=src)
         sources = [] if inputs is None else [list(inputs)]
         self._finish(lambda group: group.scatter([output], sources, options), f"member {src} or its peers", timeout_s)
 
     def barrier(self, timeout_s: float) -> None:
         """One barrier of the backend."""
-        options = c10d.BarrierOptions()
-        options.timeout = self._limit(timeout_s)
+        options = self._options(c10d.BarrierOptions, timeout_s)
         self._finish(lambda group: group.barrier(options), "its peers", timeout_s)
 
     def isend(self, tensor: Tensor, dst: int, tag: int) -> Work:
@@ -212,7 +200,7 @@ class C10dCommunicator(Communicator):
     def end_vain_wait(self) -> None:
         """Break a send or receive off that waits for a peer which is gone, though the connection to it is still there."""
         waits_for, diagnostician = self._waits_for, self.traffic.diagnostician
-        if waits_for is None or diagnostician is None or monotonic() - waits_for[1] < _SLICE.total_seconds():
+        if waits_for is None or diagnostician is None or monotonic() - waits_for[1] < _SLICE_S:
             return
         error = diagnostician.interruption((self._ranks[waits_for[0]],), self.key, sys.maxsize)
         if error and self._waits_for is waits_for:
@@ -222,6 +210,22 @@ class C10dCommunicator(Communicator):
     def close(self) -> None:
         """Drop the backend: its threads and descriptors go with the last reference, and waiting peers learn of it."""
         self._group = None
+
+    def _options(self, kind: Any, timeout_s: float, *, op: ReduceOp | None = None, root: int = 0) -> Any:
+        """Torch's options of one operation; making them takes longer than the call itself, so they are kept."""
+        key = (kind, timeout_s, id(op), root)  # hashing an enum member runs Python code
+        options = self._kept.get(key)
+        if options is None:
+            options = kind()
+            options.timeout = self._limit(timeout_s)
+            if op is not None:
+                options.reduceOp = _op(op)
+            if hasattr(options, "rootRank"):
+                options.rootRank = root
+            if len(self._kept) >= _MOST_KEPT:
+                self._kept.clear()
+            self._kept[key] = options
+        return options
 
     def _limit(self, timeout_s: float) -> timedelta:
         """What the backend is told. The deadline of a collective of gloo is kept here, where a standstill can be made up for."""
@@ -253,12 +257,12 @@ class C10dCommunicator(Communicator):
     def _wait_in_slices(self, work: c10d.Work, whom: str, timeout_s: float) -> None:
         """Wait for a collective until the deadline; a peer that is gone ends it sooner, a standstill of this process later."""
         self._still_s = 0.0
-        deadline = monotonic() + timeout_s
+        start = monotonic()
+        deadline = start + timeout_s
         while True:
-            start = monotonic()
-            slice_s = min(_SLICE.total_seconds(), max(deadline - start, 0.001))
+            slice_s = min(_SLICE_S, max(deadline - start, 0.001))
             try:
-                work.wait(timedelta(seconds=slice_s))
+                work.wait(_SLICE if slice_s == _SLICE_S else timedelta(seconds=slice_s))
                 return
             except RuntimeError as exc:
                 if _SLICE_IS_OVER not in str(exc):
@@ -275,6 +279,7 @@ class C10dCommunicator(Communicator):
             if error:
                 self._break_off(error)
                 raise error
+            start = monotonic()
 
     def _break_off(self, error: PeerError) -> None:
         """End what is under way in the group, and the group with it; its peers learn of it at once.
