@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from parallel_runtime import ParallelConfig, ParallelContext, run_threads
 from parallel_runtime.interop import bytes_lacking, local_state, model_placement, plan_moves, reshard
@@ -31,7 +31,7 @@ def _loaded(ctx: ParallelContext, folder: Path) -> CausalLM:
 
 def _hand_over(
     world: ParallelContext, folder: Path, trainer: ParallelConfig, server: ParallelConfig, first: int
-) -> tuple[dict[str, Tensor], dict[str, Tensor], int]:
+) -> tuple[dict[str, nn.Parameter], dict[str, nn.Parameter], int]:
     """Train on the first ranks, serve on those from ``first`` on; what the server has, what it should have, and what was sent."""
     train_ranks, serve_ranks = range(trainer.world_size), range(first, first + server.world_size)
     with open_checkpoint(folder) as checkpoint:
@@ -39,8 +39,8 @@ def _hand_over(
     trainer, server = trainer.replace(ranks=tuple(train_ranks)), server.replace(ranks=tuple(serve_ranks))
     source, target = model_placement(config, trainer.layout), model_placement(config, server.layout)
     state: dict[str, Tensor] = {}
-    got: dict[str, Tensor] = {}
-    wanted: dict[str, Tensor] = {}
+    got: dict[str, nn.Parameter] = {}
+    wanted: dict[str, nn.Parameter] = {}
     if world.rank in train_ranks:
         with world.derive(trainer) as ctx:
             state = local_state(_loaded(ctx, folder))
@@ -51,8 +51,8 @@ def _hand_over(
     if world.rank in serve_ranks:
         with world.derive(server) as ctx:
             model, reference = _empty(ctx, config), _loaded(ctx, folder)
-            got, wanted = local_state(model), local_state(reference)
-            reshard(state, source, target, over=world.world, out=got)
+            got, wanted = (dict(each.named_parameters()) for each in (model, reference))
+            reshard(state, source, target, over=world.world, out=local_state(model))
     else:
         assert reshard(state, source, target, over=world.world) == {}
     moves = plan_moves(source, target)
