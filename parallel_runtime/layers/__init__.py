@@ -14,6 +14,7 @@ from parallel_runtime.layers.linear import (
 )
 from parallel_runtime.layers.moe import MixtureOfExperts, SharedExpert
 from parallel_runtime.layers.norm import RMSNorm
+from parallel_runtime.layers.packing import PackableLayer
 from parallel_runtime.layers.regions import copy_to_group, gather_from_group, reduce_from_group
 from parallel_runtime.layers.rotary import RotaryAngles, RotaryPositions, rotate
 from parallel_runtime.layers.sources import TensorSource
@@ -27,6 +28,7 @@ __all__ = [
     "GateUpParallelLinear",
     "GatedFeedForward",
     "MixtureOfExperts",
+    "PackableLayer",
     "ParallelColumns",
     "ParallelHead",
     "QkvParallelLinear",

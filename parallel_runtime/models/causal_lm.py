@@ -170,8 +170,8 @@ class CausalLM(nn.Module):
         """Bring the large weights into the form that the CPU multiplies fastest with, where this machine has one.
 
         The packed form takes the place of the plain one; a head that is tied to the embedding gets a packed copy of its own.
-        Such a model is for inference: ``load`` and ``full_state`` work as before, ``parameters()`` keep their shapes and cannot be
-        written.
+        Such a model is for inference: ``load`` and ``full_state`` work as before, ``parameters()`` keep their shapes and
+        cannot be written.
         """
         _pack(self)
 
