@@ -11,32 +11,35 @@ from contextlib import ExitStack, contextmanager
 from types import FrameType
 from typing import Any, NoReturn, Protocol, Self, TextIO, final
 
+import msgspec
 from rich.console import Console, Group
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from parallel_runtime.config.parallel_config import ParallelConfig
+from parallel_runtime.cli.engine_options import add_engine_options, engine_config_from_options, show_dry_run
 from parallel_runtime.errors import RequestError
-from parallel_runtime.serving import Engine, Prompt, SamplingParams, ServingConfig, StreamEvent
+from parallel_runtime.serving import Engine, EngineConfig, Prompt, SamplingParams, StreamEvent
 
 __all__ = ["add_generate", "run_generate"]
 
+_SHORT = 48
+
 _SAMPLING_FLAGS = (
-    ("--max-new-tokens", int, 48, "N", "tokens to make at most (default 48)"),
-    ("--min-new-tokens", int, 0, "N", "tokens to make at least"),
-    ("--temperature", float, 0.0, "T", "0 (default) takes the most likely token"),
-    ("--top-k", int, None, "K", "draw among the K most likely tokens"),
-    ("--top-p", float, 1.0, "P", "draw among the likeliest that reach P"),
-    ("--min-p", float, 0.0, "P", "draw among tokens at least P times as likely as the likeliest"),
-    ("--repetition-penalty", float, 1.0, "X", "divide the logits of tokens seen by X; 1 (default) changes nothing"),
-    ("--presence-penalty", float, 0.0, "X", "take X off the logits of tokens made"),
-    ("--frequency-penalty", float, 0.0, "X", "take X off the logits of tokens made, as often as they were"),
-    ("--seed", int, None, "N", "makes draws repeatable"),
-    ("--n", int, 1, "N", "answers to each prompt"),
-    ("--logprobs", int, None, "N", "with --json: log-probabilities of each token and of the N likeliest"),
+    ("--max-new-tokens", int, "N", "tokens to make at most (default 48)"),
+    ("--min-new-tokens", int, "N", "tokens to make at least"),
+    ("--temperature", float, "T", "0 (default) takes the most likely token"),
+    ("--top-k", int, "K", "draw among the K most likely tokens"),
+    ("--top-p", float, "P", "draw among the likeliest that reach P"),
+    ("--min-p", float, "P", "draw among tokens at least P times as likely as the likeliest"),
+    ("--repetition-penalty", float, "X", "divide the logits of tokens seen by X; 1 (default) changes nothing"),
+    ("--presence-penalty", float, "X", "take X off the logits of tokens made"),
+    ("--frequency-penalty", float, "X", "take X off the logits of tokens made, as often as they were"),
+    ("--seed", int, "N", "makes draws repeatable"),
+    ("--n", int, "N", "answers to each prompt"),
+    ("--logprobs", int, "N", "with --json: log-probabilities of each token and of the N likeliest"),
 )
-"""Flag, type, default, placeholder and help; each is the setting of ``SamplingParams`` with that name."""
+"""Flag, type, placeholder and help; each is the setting of ``SamplingParams`` with that name."""
 
 
 def add_generate(commands: "argparse._SubParsersAction[Any]") -> None:
@@ -53,20 +56,14 @@ def add_generate(commands: "argparse._SubParsersAction[Any]") -> None:
     )
     parser.set_defaults(run=run_generate)
     parser.add_argument("prompts", nargs="+", metavar="PROMPT", help="text to continue; each is a request of its own")
-    parser.add_argument("--model", default="smollm2", help="smollm2 (default), a .gguf file or a directory with config.json")
-    for axis, what in (("tp", "tensor"), ("pp", "pipeline"), ("dp", "data")):
-        parser.add_argument(f"--{axis}", type=int, default=1, metavar="N", help=f"{what}-parallel size")
-    for flag, kind, default, metavar, what in _SAMPLING_FLAGS:
-        parser.add_argument(flag, type=kind, default=default, metavar=metavar, help=what)
+    for flag, kind, metavar, what in _SAMPLING_FLAGS:
+        parser.add_argument(flag, type=kind, metavar=metavar, help=what)
     parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before TEXT; may be given again")
     parser.add_argument("--ignore-eos", action="store_true", help="go on after the model's end of text")
     parser.add_argument("--json", action="store_true", help="write one JSON object per answer instead of text")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of weights and KV cache")
     parser.add_argument("--chat", action="store_true", help="hand each prompt over as a user's turn of a chat")
-    parser.add_argument(
-        "--executor", choices=("processes", "threads"), default="processes", help="what ranks are; threads share this process"
-    )
     parser.add_argument("--verbose", action="store_true", help="show every rank: who it is, its shard, its communicators")
+    add_engine_options(parser)
 
 
 def run_generate(arguments: argparse.Namespace) -> int:
@@ -87,20 +84,29 @@ def run_generate(arguments: argparse.Namespace) -> int:
             raise RequestError(f"prompt {number} is empty; give at least one character")
     if arguments.logprobs is not None and not arguments.json:
         raise RequestError("--logprobs is told in JSON only; add --json")
-    names = (flag.removeprefix("--").replace("-", "_") for flag, *_ in _SAMPLING_FLAGS)
-    values = {name: getattr(arguments, name) for name in names}
-    sampling = SamplingParams(**values, stop=tuple(arguments.stop), ignore_eos=arguments.ignore_eos)
-    serving = ServingConfig(dtype=arguments.dtype)
-    parallel = ParallelConfig(tp=arguments.tp, pp=arguments.pp, dp=arguments.dp)
+    config = engine_config_from_options(arguments)
+    if arguments.dry_run:
+        return show_dry_run(config, as_json=arguments.json)
+    sampling = _sampling(config, arguments)
     notes = Console(stderr=True, highlight=False, soft_wrap=True)
     with ExitStack() as stack:
         stack.enter_context(_ended_by_sigterm())
         started = time.perf_counter()
-        with notes.status(f"starting {parallel.world_size} rank(s) with {arguments.model}"):
-            engine = stack.enter_context(Engine(arguments.model, parallel=parallel, serving=serving, executor=arguments.executor))
+        with notes.status(f"starting {config.replicas * config.parallel.world_size} rank(s) with {config.model}"):
+            engine = stack.enter_context(Engine(config))
         _say_layout(notes, engine, arguments, time.perf_counter() - started)
         _show(engine, arguments, sampling, notes)
     return 0
+
+
+def _sampling(config: EngineConfig, arguments: argparse.Namespace) -> SamplingParams:
+    """The engine's own settings, or else a short answer, with what the flags say."""
+    names = (flag.removeprefix("--").replace("-", "_") for flag, *_ in _SAMPLING_FLAGS)
+    given = {name: value for name in names if (value := getattr(arguments, name)) is not None}
+    given |= {"stop": tuple(arguments.stop)} if arguments.stop else {}
+    given |= {"ignore_eos": True} if arguments.ignore_eos else {}
+    is_own = config.sampling != SamplingParams()
+    return msgspec.structs.replace(config.sampling if is_own else SamplingParams(max_new_tokens=_SHORT), **given)
 
 
 @contextmanager
@@ -121,11 +127,10 @@ def _ended_by_sigterm() -> Iterator[None]:
 
 
 def _say_layout(notes: Console, engine: Engine, arguments: argparse.Namespace, start_s: float) -> None:
-    world_size = engine.parallel.world_size
-    sizes = f"tp={arguments.tp} pp={arguments.pp} dp={arguments.dp}"
-    notes.print(
-        f"{arguments.model} on {sizes}: {world_size} rank(s) as {arguments.executor}, ready in {start_s:.1f} s", markup=False
-    )
+    config, parallel = engine.config, engine.parallel
+    sizes = f"tp={parallel.tp} pp={parallel.pp} dp={parallel.dp}" + (f" x {config.replicas}" if config.replicas > 1 else "")
+    ranks = f"{config.replicas * parallel.world_size} rank(s) as {config.executor}"
+    notes.print(f"{config.model} on {sizes}: {ranks}, ready in {start_s:.1f} s", markup=False)
     if arguments.verbose:
         for replica in engine.replicas:
             blocks = f"{replica.num_blocks} blocks of {replica.page_size} tokens of KV cache"

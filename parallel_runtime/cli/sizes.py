@@ -12,7 +12,7 @@ from parallel_runtime.config.plan import Plan
 from parallel_runtime.errors import ConfigError
 from parallel_runtime.topology.hosts import Hosts
 
-__all__ = ["GivenSizes", "add_size_options", "config_from_options", "parse_hosts", "plan_from_text"]
+__all__ = ["GivenSizes", "add_size_options", "config_from_options", "parse_hosts", "plan_from_text", "sizes_from_options"]
 
 GivenSizes: TypeAlias = tuple[tuple[str, int | str | bool], ...]
 """Flags of sizes as they were written, and their values."""
@@ -76,6 +76,27 @@ def config_from_options(options: argparse.Namespace) -> ParallelConfig:
     if world_size is not None:
         return config.resolve(world_size=world_size)
     return _known(config, "add `--world-size N`, or give a size")
+
+
+def sizes_from_options(options: argparse.Namespace) -> dict[str, Any]:
+    """Collect the sizes that the options of ``add_size_options`` say, without judging them.
+
+    Args:
+        options: Parsed options.
+
+    Returns:
+        Settings as ``EngineConfig`` takes them for ``parallel``: with ``dialect`` where they are in another project's words.
+
+    Raises:
+        ConfigError: A flag does not belong to the chosen vocabulary.
+    """
+    settings = {name: value for name in ("backend", "device", "shm") if (value := getattr(options, name)) is not None}
+    sizes = _read_sizes(options.sizes, OURS if options.peer is None else PEERS[options.peer])
+    if options.peer is not None:
+        return {"dialect": options.peer, **sizes, **settings}
+    if "order" in sizes:
+        sizes["order"] = tuple(sizes["order"].split("-"))
+    return {**sizes, **settings}
 
 
 def parse_hosts(text: str | None) -> Hosts | None:

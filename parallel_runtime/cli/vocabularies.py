@@ -9,7 +9,7 @@ from typing import final
 from parallel_runtime.config import FrozenModel, ParallelConfig
 from parallel_runtime.config.peers import MegatronSizes, SglangSizes, TorchtitanSizes, VllmSizes
 
-__all__ = ["OURS", "PEERS", "Vocabulary", "flag_of"]
+__all__ = ["OURS", "PEERS", "Vocabulary", "flag_of", "helps_of"]
 
 
 @final
@@ -86,8 +86,15 @@ def flag_of(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def _helps_of(model: type[FrozenModel]) -> Mapping[str, str]:
-    """The first sentence that a model's docstring says about each field, with other fields written as flags."""
+def helps_of(model: type[FrozenModel]) -> Mapping[str, str]:
+    """Read what a model's docstring says about each field.
+
+    Args:
+        model: Its docstring has a section ``Attributes``.
+
+    Returns:
+        The first sentence about each field, with other fields written as flags.
+    """
     section = (model.__doc__ or "").partition("Attributes:\n")[2].partition("\n\n")[0]
     entries = re.split(r"^ {8}(?=\w)", section, flags=re.MULTILINE)
     said = dict(entry.split(": ", 1) for entry in entries if ": " in entry)
@@ -106,7 +113,7 @@ def _peer(
     return Vocabulary(
         name=name,
         title=title,
-        helps=_helps_of(model),
+        helps=helps_of(model),
         switches=frozenset(name for name, info in fields.items() if info.annotation is bool),
         further=MappingProxyType(dict(further)),
         required=tuple(name for name, info in fields.items() if info.is_required()),

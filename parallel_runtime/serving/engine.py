@@ -29,6 +29,7 @@ from parallel_runtime.serving.metrics import EngineMetrics, MetricsSnapshot
 from parallel_runtime.serving.ray_executor import start_ray_world
 from parallel_runtime.serving.replicas import Replicas
 from parallel_runtime.serving.request_stream import Delivery, Sink
+from parallel_runtime.serving.resolved_engine import resolve_engine
 from parallel_runtime.serving.sampling_params import SamplingParams
 from parallel_runtime.serving.token_keys import mix_seed
 from parallel_runtime.serving.worker import check_servable
@@ -302,6 +303,8 @@ class Engine:
 
     def _start(self, stack: ExitStack) -> DataParallelController:
         serving, config = self.serving, self.config
+        if config.replicas > 1 and config.executor != "ray":  # they share the memory, and none knows of the others
+            serving = serving.replace(kv_cache_tokens=resolve_engine(config).kv_cache_tokens)
         controller = DataParallelController(
             replicas=config.replicas,
             dp=self.parallel.dp,
