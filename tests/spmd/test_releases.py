@@ -31,13 +31,17 @@ WAITS: dict[str, Callable[[GroupCoordinator], object]] = {
 OVER_GLOO = ParallelConfig(tp=2, backend="gloo", shm="off", deadlines=PATIENT)
 
 
-def wait_in_guard(ctx: ParallelContext, operation: str) -> float:
+def wait_in_guard(ctx: ParallelContext, operation: str, over: threading.Event) -> float:
     """Rank 1 fails in a guarded block and stays; rank 0 waits for it there."""
     ctx.tp.barrier()
     start = time.monotonic()
     with pytest.raises(PeerFailedError, match="rank 1 failed: KeyError: 'boom-42'"):
         guarded(ctx, operation)
-    return time.monotonic() - start
+    seconds = time.monotonic() - start
+    if ctx.rank == 0:
+        over.set()
+    assert over.wait(25)  # no connection closes before
+    return seconds
 
 
 def guarded(ctx: ParallelContext, operation: str) -> None:
@@ -49,7 +53,7 @@ def guarded(ctx: ParallelContext, operation: str) -> None:
 
 @pytest.mark.parametrize("operation", sorted(WAITS))
 def test_gloo_lets_go_of_every_wait_when_a_guarded_peer_fails(operation: str) -> None:
-    for seconds in run_threads(wait_in_guard, OVER_GLOO, operation, timeout_s=30):
+    for seconds in run_threads(wait_in_guard, OVER_GLOO, operation, threading.Event(), timeout_s=30):
         assert seconds < 10
 
 
