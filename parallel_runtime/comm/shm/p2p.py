@@ -147,7 +147,7 @@ class Mailbox:
         """One work less is under way."""
         self._num_open -= 1
         if not self._num_open:
-            self._waiter.errands.discard(self)
+            self._waiter.errands.discard(self._waiter.owner)
 
     def _view(self, tensor: Tensor) -> memoryview:
         """``view_bytes``, remembered: messages often come from the same places."""
@@ -172,7 +172,7 @@ class Mailbox:
     def _remember(self) -> None:
         self._num_open += 1
         if self._num_open == 1:
-            self._waiter.errands.add(self, self.run_errand)
+            self._waiter.errands.add(self._waiter.owner, self.run_errand)
 
     def _ring(self) -> None:
         if any(self._bells.words):
@@ -185,7 +185,7 @@ class Mailbox:
         for incoming in self._incoming.values():
             incoming.fail(error)
         self.on_break = None
-        self._waiter.errands.discard(self)
+        self._waiter.errands.discard(self._waiter.owner)
 
 
 def _open_ring(memory: mmap.mmap, geometry: Geometry, src: int, dst: int, *, is_writer: bool) -> RingEnd:

@@ -37,7 +37,7 @@ _LOOKS: Final = 300
 _LOOKS_CROWDED: Final = 20
 _YIELD_S: Final = 0.001
 _ERRAND_SLEEP_S: Final = 0.001
-_FENCED_SLEEP_S: Final = 0.02
+_FENCED_SLEEP_S: Final = 0.1
 _UNFENCED_SLEEP_S: Final = 0.001
 _SUSPICIOUS_S: Final = 1.0
 """A short sleep that takes so long tells that this process did not run."""
@@ -214,6 +214,10 @@ class Errands:
         """Nothing of ``owner`` is under way any more."""
         self._runs.pop(owner, None)
 
+    def has_others(self, owner: object) -> bool:
+        """Whether something is under way that is not ``owner``'s: no bell of this group rings for it."""
+        return any(other is not owner for other in tuple(self._runs))
+
     def run(self) -> bool:
         """Move everything on; whether anything was."""
         moved = [run() for run in tuple(self._runs.values())]
@@ -227,6 +231,7 @@ class Waiter:
     Attributes:
         deadline: When the operation under way gives up; ``None`` until it has to wait for the first time.
         errands: What else to move on while waiting.
+        owner: Stands for this group among the owners of errands; its own bells ring for those.
         traffic: Of the communicator, whose diagnostician may end a wait.
         hand_over: Gives the core, or the interpreter, to whoever wants it.
         looks: How often to look without a clock; the core is handed over in between where ``is_crowded``.
@@ -243,6 +248,7 @@ class Waiter:
         self.hand_over: Callable[[], None] = _release_interpreter if shares_process else os.sched_yield
         self.deadline: float | None = None
         self.errands = Errands() if errands is None else errands
+        self.owner: Final = object()
         self.traffic: Traffic | None = None
 
     def until(self, ready: Callable[[], bool], timeout_s: float, missing: Callable[[], list[int]]) -> None:
@@ -277,7 +283,7 @@ class Waiter:
         looked_at = monotonic()
         while not ready():
             limit_s = max(self.deadline - monotonic(), 0.0)
-            self._bells.sleep(stirred, min(limit_s, _ERRAND_SLEEP_S) if self.errands else limit_s)
+            self._bells.sleep(stirred, min(limit_s, _ERRAND_SLEEP_S) if self.errands.has_others(self.owner) else limit_s)
             now = monotonic()
             if now - looked_at > _SUSPICIOUS_S:
                 self.deadline += now - looked_at  # stopped itself, so nobody else is late
