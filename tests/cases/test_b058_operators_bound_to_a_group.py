@@ -103,6 +103,11 @@ def test_b058_shapes_are_known_without_running(dim: int) -> None:
     run_threads(shapes, ParallelConfig(tp=2), timeout_s=60)
 
 
+def _with_shape(x: Tensor) -> tuple[Tensor, torch.Size]:
+    """``x``, and the shape that a graph foresees for it."""
+    return x, x.shape
+
+
 @pytest.mark.parametrize("dim", [0, -1])
 def test_b058_uneven_shards(dim: int) -> None:
     def join(ctx: ParallelContext) -> bool:
@@ -110,8 +115,9 @@ def test_b058_uneven_shards(dim: int) -> None:
         mine = mine if dim == 0 else mine.T.contiguous()
         tp = ctx.tp
         joined = torch.compile(lambda x: tp.all_gatherv(x, [1, 2], dim=dim), backend="aot_eager", fullgraph=True)(mine)
-        parts = torch.compile(lambda x: tp.reduce_scatterv(x, [1, 2], dim=dim), backend="aot_eager", fullgraph=True)(joined)
-        return torch.equal(joined, tp.all_gatherv(mine, [1, 2], dim=dim)) and torch.equal(parts, 2 * mine)
+        share = torch.compile(lambda x: _with_shape(tp.reduce_scatterv(x, [1, 2], dim=dim)), backend="aot_eager", fullgraph=True)
+        parts, shape = share(joined)
+        return torch.equal(joined, tp.all_gatherv(mine, [1, 2], dim=dim)) and torch.equal(parts, 2 * mine) and shape == mine.shape
 
     torch._dynamo.reset()
     assert all(run_threads(join, ParallelConfig(tp=2), timeout_s=60))
