@@ -78,3 +78,15 @@ def test_all_leave_together() -> None:
     first, second = agree([rest, leave], [rest, rest, rest, leave])
     assert first[-1][0] == second[-1][0] == LEAVES
     assert [turn for turn, _ in second[:-1]] == [RESTS] * 3
+
+
+def test_what_the_front_asks_is_done_by_all_in_the_same_turn() -> None:
+    def run(ctx: ParallelContext) -> list[int]:
+        lockstep = Lockstep(ctx.dp)
+        pending = ([1, 2, 2], [0, 1, 2])[ctx.rank]
+        return [
+            lockstep.agree(starts=False, is_busy=True, num_told=9, leaves=False, num_controls=count).num_controls
+            for count in pending
+        ]
+
+    assert run_threads(run, ParallelConfig(dp=2)) == [[0, 1, 2]] * 2
