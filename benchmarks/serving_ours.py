@@ -122,9 +122,9 @@ def _idle(engine: Any, job: Mapping[str, Any]) -> dict[str, Any]:
 def _profile(engine: Any, job: Mapping[str, Any]) -> dict[str, Any]:
     """What the ranks say about their own time while all prompts are decoded."""
     _generate(engine, job["prompts"], 2)
-    engine.start_profile()
+    engine.controls.start_profile()
     _generate(engine, job["prompts"], job["new"])
-    profiles = engine.stop_profile()
+    profiles = engine.controls.stop_profile()
     return {"busy": [profile.busy for profile in profiles], "scheduling": [profile.scheduling for profile in profiles]}
 
 
