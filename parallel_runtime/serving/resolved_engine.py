@@ -21,6 +21,7 @@ from parallel_runtime.serving.shard_memory import RankShard, rank_shard
 from parallel_runtime.serving.stages import split_stages
 from parallel_runtime.serving.worker import check_servable
 from parallel_runtime.topology.layout import Coordinate
+from parallel_runtime.topology.sequence import rows_per_block
 
 __all__ = ["Choice", "ProcessIdentity", "ResolvedEngine", "resolve_engine"]
 
@@ -266,7 +267,7 @@ class _Resolver:
         if serving.kv_cache_tokens is not None:
             return blocks_for(serving.kv_cache_tokens, page) * page
         wanted = min(serving.max_batch_requests, serving.max_batch_tokens) * blocks_for(longest, page)
-        block_bytes = max(shard.kv_per_token for shard in shards.values()) * page * self.itemsize
+        block_bytes = max(self.kv_bytes(shard, page) for shard in shards.values())
         sharers = 1 if device == "cuda" else self.config.replicas * len(shards)
         free = min(self.machine.gpu_bytes[: len(shards)]) if device == "cuda" else self.machine.memory_bytes
         budget = _CACHE_SHARE * free / sharers
@@ -282,6 +283,12 @@ class _Resolver:
         )
         self.choose("serving.kv_cache_tokens", f"{blocks * page:,}", why)
         return blocks * page
+
+    def kv_bytes(self, shard: RankShard, tokens: int) -> int:
+        """Of what one rank keeps of whole blocks of so many tokens."""
+        page = self.config.serving.page_size
+        rows = tokens // page * rows_per_block(page, parts=self.config.parallel.dcp)
+        return rows * shard.kv_per_token * self.itemsize
 
     def choose_threads(self) -> int:
         if self.is_threaded:
@@ -344,7 +351,7 @@ class _Resolver:
             channels=_channels(place, parallel, leads=leads),
             groups=tuple(f"{group.label} of {group.world_size}: {' + '.join(map(str, group.opens))}" for group in groups),
             weight_bytes=shard.num_weights * self.itemsize,
-            kv_bytes=shard.kv_per_token * tokens * self.itemsize,
+            kv_bytes=self.kv_bytes(shard, tokens),
             shared_bytes=view.budget.bytes,
         )
 
@@ -381,6 +388,6 @@ def _channels(place: Coordinate, parallel: ParallelConfig, *, leads: bool) -> tu
         channels.append(f"hidden states from stage {place.pp - 1}")
     if place.pp < parallel.pp - 1:
         channels.append(f"hidden states to stage {place.pp + 1}")
-    if place.pp == parallel.pp - 1 > 0 and place.tp == 0:
+    if place.pp == parallel.pp - 1 > 0 and place.tp == place.cp == 0:
         channels.append("tokens to the leader")
     return tuple(channels)

@@ -9,11 +9,15 @@ import torch
 from torch import Tensor
 
 from parallel_runtime.errors import ArgumentError
+from parallel_runtime.layers.attention import Attention
 from parallel_runtime.models.causal_lm import CausalLM
 from parallel_runtime.serving.batch import Batch
+from parallel_runtime.serving.context_cache import context_step
+from parallel_runtime.serving.context_groups import ContextGroups
 from parallel_runtime.serving.kv_cache import PagedKvCache
 from parallel_runtime.serving.messages import Sampled
 from parallel_runtime.serving.sampling import TokenSampler
+from parallel_runtime.topology.sequence import rows_per_block
 
 __all__ = ["ModelRunner"]
 
@@ -25,11 +29,14 @@ class ModelRunner:
     Args:
         model: This rank's shard of one stage, with its weights.
         page_size: Tokens in one block of KV cache.
+        context: Over whom the tokens of sequences are spread; ``None`` where they are not.
     """
 
-    def __init__(self, model: CausalLM, *, page_size: int) -> None:
+    def __init__(self, model: CausalLM, *, page_size: int, context: ContextGroups | None = None) -> None:
         self.model = model
         self._page_size = page_size
+        self._context = None if context is None or context.is_alone else context
+        self._rows_per_block = rows_per_block(page_size, parts=context.dcp.world_size if context else 1)
         self._cache: PagedKvCache | None = None
 
     @property
@@ -37,7 +44,7 @@ class ModelRunner:
         """Memory of one block on this rank, keys and values of all its layers."""
         model = self.model
         per_token = 2 * len(model.layers) * model.num_kv_heads * model.head_dim * model.dtype.itemsize
-        return per_token * self._page_size
+        return per_token * self._rows_per_block
 
     def open_cache(self, num_blocks: int, *, device: torch.device | None = None) -> None:
         """Make the KV cache; what an earlier one held is gone.
@@ -52,7 +59,7 @@ class ModelRunner:
             num_kv_heads=model.num_kv_heads,
             head_dim=model.head_dim,
             num_blocks=num_blocks,
-            page_size=self._page_size,
+            page_size=self._rows_per_block,
             dtype=model.dtype,
             device=device,
         )
@@ -66,24 +73,25 @@ class ModelRunner:
             hidden_TD: What the stage before made; ``None`` on the first stage.
 
         Returns:
-            ``(T, D)``, the rows of all chunks in batch order.
+            ``(T, D)``, the rows of all chunks in batch order; with ``context``, of this rank's share of them.
 
         Raises:
             ArgumentError: There is no KV cache yet, or ``hidden_TD`` is given to the first stage or missing on another.
 
-        Collective: those of ``CausalLM.forward``.
+        Collective: those of ``CausalLM.forward``, and of ``context_step``.
         """
         if self._cache is None:
             raise ArgumentError("a runner needs its KV cache before a forward; call open_cache first")
         if (hidden_TD is None) != self.model.is_first_stage:
             raise ArgumentError("the first stage takes tokens and every other one the hidden states of the stage before")
+        own, step = self._bind(batch, self._cache)
         device = self._cache.keys.device
-        positions = [position for chunk in batch.chunks for position in range(chunk.start, chunk.length)]
+        positions = [position for chunk in own.chunks for position in range(chunk.start, chunk.length)]
         if hidden_TD is None:
-            tokens = [token for chunk in batch.chunks for token in chunk.token_ids]
+            tokens = [token for chunk in own.chunks for token in chunk.token_ids]
             hidden_TD = torch.tensor(tokens, dtype=torch.int64, device=device)
         positions_T = torch.tensor(positions, dtype=torch.int64, device=device)
-        return self.model(hidden_TD, positions_T, self._cache.step(batch))  # type: ignore[no-any-return]  # nn.Module.__call__ is untyped
+        return self.model(hidden_TD, positions_T, step)  # type: ignore[no-any-return]  # nn.Module.__call__ is untyped
 
     @torch.inference_mode()
     def sample(self, batch: Batch, hidden_TD: Tensor, *, base_seed: int) -> Sampled:
@@ -100,16 +108,33 @@ class ModelRunner:
         Raises:
             ArgumentError: This is not the last stage.
 
-        Collective: that of ``CausalLM.greedy`` where every row is plain, else those of ``TokenSampler``; none without rows.
+        Collective: over ``cp`` one all_gatherv of the rows; that of ``CausalLM.greedy`` where every row is plain, else those of
+            ``TokenSampler``; none without rows.
         """
         chunks = batch.sampled
         if not chunks:
             return Sampled(token_ids=())
-        hidden_SD = hidden_TD[_last_rows(batch)]
+        hidden_SD = self._last_rows(batch, hidden_TD)
         head = self.model.lm_head
         if head is None or all(chunk.sampling.is_plain for chunk in chunks):
             return Sampled(token_ids=tuple(self.model.greedy(hidden_SD).tolist()))
         return TokenSampler(head.tp, head.shards, base_seed=base_seed).choose(chunks, head.local(hidden_SD))
+
+    def _bind(self, batch: Batch, cache: PagedKvCache) -> tuple[Batch, Attention]:
+        """What this rank computes of a batch, and its attention."""
+        if self._context is None:
+            return batch, cache.step(batch)
+        shares = self._context.share(batch)
+        step = context_step(cache, batch, shares, groups=self._context, page_size=self._page_size)
+        return shares[self._context.cp.rank_in_group], step
+
+    def _last_rows(self, batch: Batch, hidden_TD: Tensor) -> Tensor:
+        """The row of the last token of every sampled chunk, from the rank that computed it."""
+        if self._context is None:
+            return hidden_TD[_last_rows(batch)]
+        shares = self._context.share(batch)
+        own_SD = hidden_TD[_last_rows(shares[self._context.cp.rank_in_group])]
+        return self._context.gather_sampled(batch, shares, own_SD)
 
 
 def _last_rows(batch: Batch) -> list[int]:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from parallel_runtime.comm import Channel, GroupCoordinator, SendHandle
 from parallel_runtime.config import ModelShape
+from parallel_runtime.config.checks import check_kept_heads
 from parallel_runtime.config.parallel_config import ParallelConfig
 from parallel_runtime.context import ParallelContext
 from parallel_runtime.errors import ArgumentError, ConfigError, ContextStateError
@@ -24,6 +25,7 @@ from parallel_runtime.models.checkpoint import Checkpoint
 from parallel_runtime.models.resolve import open_checkpoint
 from parallel_runtime.serving.batch import Batch
 from parallel_runtime.serving.blocks import blocks_for
+from parallel_runtime.serving.context_groups import ContextGroups
 from parallel_runtime.serving.controls import RankProfile
 from parallel_runtime.serving.lockstep import needs_lockstep
 from parallel_runtime.serving.memory import available_bytes
@@ -50,11 +52,9 @@ def check_servable(parallel: ParallelConfig, shape: ModelShape) -> None:
         shape: Of the model.
 
     Raises:
-        ConfigError: It splits single sequences over ranks, or experts where a dense model has none.
+        ConfigError: It spreads tokens over ranks with different key/value heads, or experts where a dense model has none.
     """
-    for axis in ("cp", "dcp"):
-        if (size := getattr(parallel, axis)) > 1:
-            raise ConfigError(f"{axis}={size}: models are served with tp, pp, dp and, where they have experts, ep; use {axis}=1")
+    check_kept_heads(shape, parallel.layout)
     if parallel.ep > 1 and not shape.num_experts:
         raise ConfigError(
             f"ep={parallel.ep}: this model is dense and has no experts to spread; use ep=1 (in vLLM's words "
@@ -64,7 +64,7 @@ def check_servable(parallel: ParallelConfig, shape: ModelShape) -> None:
 
 @final
 class TpModelWorker:
-    """One rank of a replica: the ranks that differ in tp and pp alone and hold one model together.
+    """One rank of a replica: the ranks that differ in tp, cp and pp alone and hold one model together.
 
     Args:
         ctx: Open context of this rank. Borrowed.
@@ -98,7 +98,8 @@ class TpModelWorker:
             self.is_in_lockstep = needs_lockstep(ctx.config, checkpoint.config.shape)
         group = ctx.world if self.is_in_lockstep else self.replica
         self.weights = ModelWeights(ctx, group=group, model=model, build=self._build)
-        self._runner: ModelRunner | None = ModelRunner(self.weights.model, page_size=config.page_size)
+        self._context = ContextGroups.of(ctx, self.weights.config)
+        self._runner: ModelRunner | None = self._make_runner()
         self.vocab_size = self.weights.config.vocab_size
         self.limits = self._agree_limits(config, self.weights.config.max_positions)
         self.runner.open_cache(self.limits.num_blocks, device=ctx.device)
@@ -223,7 +224,7 @@ class TpModelWorker:
             batch: At least one chunk; equal on every rank of the replica.
 
         Returns:
-            ``(T, D)`` as this rank's stage leaves it; on the last stage, what ``logits`` takes.
+            ``(T, D)`` as this rank's stage leaves it, with cp its share of the rows; on the last stage, what ``logits`` takes.
 
         Raises:
             PeerError: A rank of the replica failed or left.
@@ -249,10 +250,11 @@ class TpModelWorker:
     def describe(self) -> str:
         """Who this rank is and what it runs on, in one line."""
         ctx, model, place = self._ctx, self.runner.model, self._ctx.coordinate
-        where = f"tp={place.tp} pp={place.pp} dp={place.dp}, pid {os.getpid()} on {ctx.device}"
+        where = " ".join(f"{axis}={getattr(place, axis)}" for axis in ("tp", "pp", "dp", *(("cp",) if ctx.config.cp > 1 else ())))
+        where += f", pid {os.getpid()} on {ctx.device}"
         what = f"layers {model.layers.start}-{model.layers.stop - 1}"
         what += f", {model.num_query_heads} query and {model.num_kv_heads} KV heads"
-        groups = [ctx.tp, ctx.pp]
+        groups = [ctx.tp, ctx.pp, ctx.cp, ctx.dcp]
         if model.config.mixture is not None:
             own = split_experts(model.config.mixture.num_experts, ep=ctx.ep.world_size)[place.ep]
             what += f", experts {own.start}-{own.stop - 1}"
@@ -287,10 +289,13 @@ class TpModelWorker:
             pack=True,
         )
 
+    def _make_runner(self) -> ModelRunner:
+        return ModelRunner(self.weights.model, page_size=self._config.page_size, context=self._context)
+
     def _open_runner(self) -> None:
         """Begin with an empty KV cache; an earlier one is given back first."""
         self._runner = None
-        self._runner = ModelRunner(self.weights.model, page_size=self._config.page_size)
+        self._runner = self._make_runner()
         self._runner.open_cache(self.limits.num_blocks, device=self._ctx.device)
 
     def _agree_limits(self, config: ServingConfig, context_length: int) -> PolicyLimits:
@@ -320,8 +325,8 @@ class TpModelWorker:
 
     def _open_tokens(self) -> Channel[Sampled] | None:
         """The way of the tokens from the last stage to the leader; between two ranks, where they are not the same."""
-        pp, tp = self._ctx.pp, self._ctx.tp
-        if pp.world_size == 1 or not tp.is_first_rank or not (pp.is_first_rank or pp.is_last_rank):
+        pp, place = self._ctx.pp, self._ctx.coordinate
+        if pp.world_size == 1 or place.tp or place.cp or not (pp.is_first_rank or pp.is_last_rank):
             return None
         return pp.channel("tokens", Sampled, peer=pp.world_size - 1 if pp.is_first_rank else 0)
 

@@ -56,3 +56,21 @@ def test_everything_that_does_not_fit_is_said_at_once() -> None:
 
 def test_uneven_stages_are_never_refused() -> None:
     ParallelConfig(pp=4).check_model(SHAPE, uneven="refuse")
+
+
+def test_ranks_that_keep_parts_of_the_same_heads_hold_the_same_heads() -> None:
+    text = (
+        "dcp=2 spreads the tokens of a KV head over 2 neighbours of a tp group, which must hold the same KV heads; "
+        "with tp=4 they hold 0, 0, 1, 2; dcp that work: 1$"
+    )
+    with pytest.raises(ConfigError, match=text):
+        ParallelConfig(tp=4, dcp=2).check_model(SHAPE)
+    text = "dcp=12 spreads .* over 6 neighbours .*; with tp=6 they hold 0, 0, 1, 1, 2, 2; dcp that work: 1, 2, 4$"
+    with pytest.raises(ConfigError, match=text):
+        ParallelConfig(tp=6, cp=2, dcp=12).check_model(SHAPE)
+    with pytest.raises(ConfigError, match=r"with tp=2 they hold 0-1, 2; dcp that work: 1$"):
+        ParallelConfig(tp=2, dcp=2).check_model(SHAPE)
+    for config in (ParallelConfig(tp=4, cp=3, dcp=3), ParallelConfig(tp=6, dcp=2), ParallelConfig(tp=9, cp=2, dcp=6)):
+        config.check_model(SHAPE)
+    with pytest.raises(ConfigError, match=r"tp=12 is more than the 9 query heads: a rank would hold none; use 1 to 9$"):
+        ParallelConfig(tp=12, dcp=2).check_model(SHAPE)

@@ -123,7 +123,7 @@ def test_gpus_are_taken_where_there_is_one_for_each_rank(model: str) -> None:
         ({"parallel": ParallelConfig(tp=5)}, {}, "tp=5 is more than the 4 query heads"),
         ({"parallel": ParallelConfig(pp=5)}, {}, "pp=5"),
         ({"parallel": ParallelConfig(dp=-1)}, {}, "a size of -1 is filled in from the number of ranks"),
-        ({"parallel": ParallelConfig(cp=2)}, {}, "cp=2"),
+        ({"parallel": ParallelConfig(tp=2, dcp=2)}, {}, "dcp=2 spreads the tokens of a KV head over 2 neighbours"),
         ({"executor": "ray"}, {}, 'executor="ray": Ray chooses where ranks run'),
         ({"parallel": ParallelConfig(device="cuda")}, {}, 'device="cuda" for 1 ranks, but this machine has 0 GPUs'),
         ({"replicas": 2}, {"gpu_bytes": (10**9,)}, "replicas=2 on GPUs"),

@@ -95,16 +95,13 @@ def test_a_block_larger_than_memory_is_refused_on_every_rank(model: Path) -> Non
     assert len(run_threads(run, ParallelConfig(tp=2))) == 2
 
 
-def test_axes_without_use_are_refused() -> None:
-    for parallel, text in (
-        (ParallelConfig(cp=2), "cp=2"),
-        (ParallelConfig(tp=2, dcp=2), "dcp=2"),
-    ):
-        with pytest.raises(ConfigError, match=f"{text}: models are served with tp, pp, dp and, where they have experts, ep"):
-            check_servable(parallel, tiny_moe_config().shape)
+def test_layouts_without_use_are_refused() -> None:
+    with pytest.raises(ConfigError, match="dcp=2 spreads the tokens of a KV head over 2 neighbours"):
+        check_servable(ParallelConfig(tp=2, dcp=2), tiny_moe_config().shape)
     with pytest.raises(ConfigError, match="ep=2: this model is dense and has no experts to spread; use ep=1"):
         check_servable(ParallelConfig(tp=2, ep=2), tiny_llama_config().shape)
     check_servable(ParallelConfig(tp=2, pp=3, dp=4), tiny_llama_config().shape)
+    check_servable(ParallelConfig(tp=4, cp=2, dcp=4), tiny_llama_config().shape)
     check_servable(ParallelConfig(tp=2, pp=3, dp=4, ep=8), tiny_moe_config().shape)
 
 
