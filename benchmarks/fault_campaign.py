@@ -104,10 +104,11 @@ def table(results: Sequence[Result], seed: int, seconds: float) -> str:
         f"*late*: seconds from the deadline that applies to the last rank's error; negative where the error came before it. "
         f"{in_time:.1%} of the trials with an error were within {GRACE_S:g} s beyond the deadline (the bar: 99%).",
         "",
-        "*wrong blame*: trials in which a rank's error does not name the rank that went wrong. *leaks*: descriptors and threads "
-        "of the ranks that live on, files in shared memory. A wrong order of two groups and a fault while closing may go "
-        "unnoticed: nobody has to wait for that rank. Skipped and wrong operations are tried with `checked=True` on gloo: "
-        "without it, gloo itself ends the process of a rank that receives more than it expects.",
+        "*wrong blame*: trials in which a rank's error does not name the rank that went wrong; in a wrong order of two groups, "
+        "where two ranks wait for each other, one of the two. *leaks*: descriptors and threads of the ranks that live on, files "
+        "in shared memory. A fault while closing may go unnoticed: nobody has to wait for that rank. Skipped and wrong "
+        "operations are tried with `checked=True` on gloo: without it, gloo itself ends the process of a rank that receives more "
+        "than it expects.",
     ]
     return "\n".join(lines) + "\n"
 

@@ -19,6 +19,8 @@ MISMATCHES = frozenset({FaultKind.SKIP, FaultKind.WRONG_SHAPE, FaultKind.WRONG_O
 
 _GROUPS = ("world", "tp", "dp", "pp")
 _TENSOR_OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
+_WAITING_OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "barrier")
+"""In which every member waits for every other."""
 _ANY_OPERATION = (*_TENSOR_OPERATIONS, "barrier", "broadcast_object")
 _IN_A_PROCESS = (FaultKind.EXIT, FaultKind.OS_EXIT, FaultKind.SIGKILL, FaultKind.SIGSTOP)
 _KINDS = tuple(kind for kind in FaultKind if kind is not FaultKind.LOSE)
@@ -94,7 +96,7 @@ class Verdict:
 
     Attributes:
         hangs: Ranks that never came back.
-        wrong_blame: Ranks whose error does not name the victim.
+        wrong_blame: Ranks whose error names neither the victim nor, in a wrong order, the rank it deadlocked with.
         untyped: Ranks whose error is not one of the library's.
         unnoticed: Whether nobody noticed a fault that has to be noticed.
         false_alarms: Ranks with an error where nothing went wrong.
@@ -162,16 +164,25 @@ def judge(trial: Trial, outcomes: Mapping[int, Outcome], leaks: Sequence[str]) -
     others = [rank for rank in range(trial.config.world_size) if rank != fault.rank]
     failed = [outcomes[rank] for rank in others if rank in outcomes and outcomes[rank].error]
     is_harmless = fault.kind is FaultKind.SLOW
-    must_be_noticed = not is_harmless and fault.phase is not Phase.CLOSING and fault.kind is not FaultKind.WRONG_ORDER
+    must_be_noticed = not is_harmless and fault.phase is not Phase.CLOSING
+    culprits = _culprits(trial)
     return Verdict(
         hangs=tuple(rank for rank in others if rank not in outcomes),
-        wrong_blame=tuple(outcome.rank for outcome in failed if not is_harmless and fault.rank not in outcome.ranks),
+        wrong_blame=tuple(outcome.rank for outcome in failed if not is_harmless and not culprits & {*outcome.ranks}),
         untyped=tuple(outcome.rank for outcome in failed if not outcome.is_ours),
         unnoticed=must_be_noticed and not failed and all(rank in outcomes for rank in others),
         false_alarms=tuple(outcome.rank for outcome in failed) if is_harmless else (),
         late_s=max((outcome.seconds - trial.deadline_s for outcome in failed), default=None),
         leaks=(*leaks, *(f"rank {outcome.rank}: {leak}" for outcome in outcomes.values() for leak in outcome.leaks)),
     )
+
+
+def _culprits(trial: Trial) -> set[int]:
+    """Whom an error may name. In a wrong order two ranks wait for each other; no rank can see which of them was wrong."""
+    fault = trial.fault
+    if fault.kind is not FaultKind.WRONG_ORDER:
+        return {fault.rank}
+    return {*trial.config.layout.group_of(fault.rank, fault.group)}
 
 
 def blamed(error: BaseException) -> tuple[int, ...]:
@@ -206,8 +217,9 @@ def _draw_fault(
         if kind is FaultKind.WRONG_SHAPE:
             steps[place] = Step(group=steps[place].group, operation=rng.choice(_TENSOR_OPERATIONS), size=4)
         if kind is FaultKind.WRONG_ORDER:
-            pair = [name for name in _GROUPS if len(config.layout.group_of(victim, name)) == 2]
-            steps[place : place + 1] = [Step(group=name, operation=rng.choice(_ANY_OPERATION)) for name in pair]
+            small = rng.choice([name for name in _GROUPS if len(config.layout.group_of(victim, name)) == 2])
+            pair = (small, "world")  # groups with two ranks in common, which then wait for each other
+            steps[place : place + 1] = [Step(group=name, operation=rng.choice(_WAITING_OPERATIONS)) for name in pair]
         group = steps[place].group
         number = sum(step.group == group for step in steps[: place + 1])
         return Fault(kind=kind, rank=victim, group=group, number=number, seconds=_seconds(kind)), steps
