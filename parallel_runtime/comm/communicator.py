@@ -92,6 +92,10 @@ class Communicator(ABC):
         """Become a part of another communicator: what ends its waits ends the waits of this one, too."""
         self.traffic = traffic
 
+    def paths(self) -> str:
+        """Which way which sizes take within it, for people; ``""`` where there is one way only."""
+        return ""
+
     @abstractmethod
     def supports(self, operation: Operation, dtype: torch.dtype, nbytes: int) -> bool:
         """Whether it can run ``operation`` on ``nbytes`` of ``dtype``. Equal on every member; asked before each plan is made.
@@ -181,6 +185,29 @@ class Communicator(ABC):
         """A tensor that all members can reach; ``None`` on all of them where there is no such memory."""
         del shape, dtype, timeout_s
         return None
+
+    @property
+    def is_capturable(self) -> bool:
+        """Whether its collectives on tensors may become part of a device graph. Not where the CPU takes part in them."""
+        return False
+
+    def enter_capture(self) -> None:
+        """Graphs are going to be captured: begin to note the buffers that have to be known to the other members. Local."""
+        return
+
+    def leave_capture(self) -> None:
+        """No more graphs are captured. Local; called also after an error, and before ``register_captured``."""
+        return
+
+    def register_captured(self, timeout_s: float) -> None:
+        """Make known to all members what was noted; only called once every member has left its capture without an error.
+
+        Args:
+            timeout_s: Seconds to wait for the others.
+
+        Collective: all members, in an order of communicators that is equal on all of them.
+        """
+        del timeout_s
 
     def end_vain_wait(self) -> None:
         """End a wait for a peer that will not come, where nothing else does. A thread at the side asks a few times per second."""

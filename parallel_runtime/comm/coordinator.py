@@ -1,7 +1,8 @@
 """The one object behind a group of ranks."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NoReturn, Self, final
 
 import torch
@@ -254,12 +255,54 @@ class GroupCoordinator(CollectiveCalls, MessageCalls):
         tensor = core.run_agreed("symmetric_empty", None, (dtype, size), core.communicator.symmetric_empty, size, dtype, limit_s)
         return torch.empty(size, dtype=dtype, device=core.spec.device) if tensor is None else tensor
 
-    def describe(self) -> str:
-        """One line: name, ranks, and the communicators in use and why."""
+    @contextmanager
+    def capturing(self, is_recording: Callable[[], bool]) -> Iterator[None]:
+        """Take part in a capture of graphs while the block lasts; for ``ParallelContext.graph_capture``. Local.
+
+        Args:
+            is_recording: Whether what runs now becomes part of a graph.
+
+        Raises:
+            ContextStateError: The group's communicator is in a capture already, or the group cannot be used.
+        """
+        core = self._core
+        core.check_usable("graph_capture")
+        traffic = core.traffic
+        if traffic.is_recording is not None:
+            raise ContextStateError(
+                f"group {self.name} is in a graph capture already, of this context or of one that shares its connection; "
+                "capture in one after the other, or in a duplicate"
+            )
+        core.communicator.enter_capture()
+        traffic.is_recording = is_recording
+        try:
+            yield
+        finally:
+            traffic.is_recording = None
+            core.communicator.leave_capture()
+
+    def register_captured(self, timeout_s: float) -> None:
+        """Make known what a capture that went well on all members has noted; for ``ParallelContext.graph_capture``.
+
+        Args:
+            timeout_s: Deadline in seconds.
+
+        Collective: all members, same order.
+        """
+        self._core.run("register_captured", None, self._core.communicator.register_captured, timeout_s)
+
+    def describe(self, *, paths: bool = False) -> str:
+        """One line: name, ranks, and the communicators in use and why.
+
+        Args:
+            paths: Say, too, which way which sizes take within the communicator that moves tensors.
+        """
         core = self._core
         why = f" ({core.communicator.reason})" if core.communicator.reason else ""
+        ways = core.communicator.paths() if paths and core.is_open else ""
         return (
             f"{core.name} ranks {core.spec.ranks}: tensors over {core.communicator.kind}{why}, messages over {core.control.kind}"
+            f"{'; ' if ways else ''}{ways}"
         )
 
     def recent(self, count: int = 16) -> tuple[Record, ...]:

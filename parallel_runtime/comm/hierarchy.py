@@ -121,6 +121,10 @@ class HierarchicalCommunicator(Communicator):
                 part.join_traffic(self.traffic)
         self._between = _Leaders(flat, split) if rank_in_group in split.leaders else None
 
+    def paths(self) -> str:
+        """Those inside this host."""
+        return "" if self._inside is None else f"inside a host {self._inside.paths()}"
+
     def supports(self, operation: Operation, dtype: torch.dtype, nbytes: int) -> bool:
         """What all of its parts support."""
         return all(part is None or part.supports(operation, dtype, nbytes) for part in (self._flat, self._inside))

@@ -7,8 +7,11 @@ from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias, final
 
 from parallel_runtime.comm.shm.geometry import MAX_MEMBERS
+from parallel_runtime.comm.shm.limits import Limits
 
 __all__ = [
+    "ONE_SHOT_BYTES",
+    "SYMMETRIC_BYTES",
     "WAY_INSIDE",
     "CommunicatorKind",
     "GroupFacts",
@@ -18,8 +21,8 @@ __all__ = [
     "choose_communicators",
 ]
 
-CommunicatorKind: TypeAlias = Literal["c10d", "shm", "local", "fake"]
-"""What moves the bytes: torch's own backends, shared memory, threads, or nothing at all."""
+CommunicatorKind: TypeAlias = Literal["c10d", "shm", "symm_mem", "local", "fake"]
+"""What moves the bytes: torch's own backends, shared memory of hosts or of GPUs, threads, or nothing at all."""
 
 PlannedBackend: TypeAlias = Literal["gloo", "nccl", "local", "fake"]
 """What a world's tensors travel over where its ranks cannot share memory."""
@@ -29,6 +32,14 @@ Plane: TypeAlias = Literal["control", "data", "both"]
 
 WAY_INSIDE: Final = "inside a host"
 """What members on several hosts do through memory, at any size."""
+
+ONE_SHOT_BYTES: Final = 256 << 10
+"""Up to here every GPU sums everything itself. Torch's own limits, this one and the next; not measured here."""
+
+SYMMETRIC_BYTES: Final = 10 << 20
+"""Up to here GPUs sum through memory that they share, copied in and out."""
+
+_SYMMETRIC_MEMBERS: Final = 8
 
 
 @final
@@ -77,6 +88,18 @@ class PlannedCommunicator:
     size: int
     users: int
 
+    @property
+    def paths(self) -> str:
+        """Which way which sizes take within it, where memory is to be had; ``""`` where there is one way only."""
+        if self.kind == "shm":
+            return Limits.of_group(self.size).describe()
+        if self.kind == "symm_mem":
+            return (
+                f"float32 and bfloat16 sums by one_shot to {ONE_SHOT_BYTES >> 10} KiB, by multimem or two_shot to "
+                f"{SYMMETRIC_BYTES >> 20} MiB"
+            )
+        return ""
+
     def __str__(self) -> str:
         return f"{self.kind}:{self.backend}" if self.backend else self.kind
 
@@ -102,7 +125,10 @@ def choose_communicators(facts: GroupFacts) -> tuple[PlannedCommunicator, ...]:
     if not is_nccl:
         return between_cpus
     data = PlannedCommunicator(kind="c10d", backend="nccl", plane="data", reason="tensors on CUDA devices", size=size, users=size)
-    return (*between_cpus, data)
+    if not facts.uses_shm or facts.num_hosts > 1 or size > _SYMMETRIC_MEMBERS:
+        return (*between_cpus, data)
+    reason = f"sums to {SYMMETRIC_BYTES >> 20} MiB where NVLink joins all"
+    return (*between_cpus, data, PlannedCommunicator(kind="symm_mem", plane="data", reason=reason, size=size, users=size))
 
 
 def _between_cpus(facts: GroupFacts, plane: Plane) -> tuple[PlannedCommunicator, ...]:

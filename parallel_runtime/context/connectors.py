@@ -8,7 +8,7 @@ from typing import Literal, TypeAlias, final
 
 import torch
 
-from parallel_runtime.comm.c10d import C10dCommunicator, Store, gloo_device
+from parallel_runtime.comm.c10d import C10dCommunicator, Store, gloo_device, open_symm_mem
 from parallel_runtime.comm.communicator import Communicator
 from parallel_runtime.comm.fake import FakeCommunicator
 from parallel_runtime.comm.hierarchy import HierarchicalCommunicator, HostSplit
@@ -218,9 +218,22 @@ class ProcessConnector:
         if len({planned.kind for planned in chosen if planned.plane == "both"}) > 1:
             mixed = self._open_hierarchy(key, ranks, rank_in_group)
             return Connection(data=mixed, control=mixed)
-        opened = {planned.plane: self._open(planned, key, ranks, rank_in_group) for planned in chosen}
+        kinds = [planned.kind for planned in chosen]
+        opened = {
+            planned.plane: self._open(planned, key, ranks, rank_in_group) for planned in chosen if planned.kind != "symm_mem"
+        }
         control = opened.get("both") or opened["control"]
-        return Connection(data=opened.get("data", control), control=control)
+        data = opened.get("data", control)
+        return Connection(data=self._share_gpus(key, data) if "symm_mem" in kinds else data, control=control)
+
+    def _share_gpus(self, key: str, data: Communicator) -> Communicator:
+        """Symmetric memory on top of ``data``, where every member can have it."""
+        made = open_symm_mem(data, self._store, f"{key}/data", self._device, self._timeout_s)
+        if isinstance(made, str):
+            data.reason += f"; no symmetric memory: {made}"
+            return data
+        made.reason = f"{data.reason}; nccl beneath"
+        return made
 
     def _open(self, planned: PlannedCommunicator, key: str, ranks: tuple[Rank, ...], rank_in_group: int) -> Communicator:
         if planned.kind == "c10d":

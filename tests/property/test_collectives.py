@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from parallel_runtime.comm import GroupCoordinator
-from tests.spmd.worlds import MAKERS, World
+from tests.spmd.worlds import EVERY_MAKER, World
 
 MOVED = (
     torch.bool,
@@ -341,7 +341,7 @@ def test_local_collectives_equal_the_reference(program: tuple[tuple[int, ...], l
     compare("local", *program)
 
 
-@pytest.mark.parametrize("kind", sorted(set(MAKERS) - {"local"}))
+@pytest.mark.parametrize("kind", sorted(set(EVERY_MAKER) - {"local"}))
 @settings(max_examples=60, phases=PHASES)
 @given(program=programs())
 def test_collectives_equal_the_reference(kind: str, program: tuple[tuple[int, ...], list[Step]]) -> None:

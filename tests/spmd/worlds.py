@@ -27,10 +27,11 @@ from parallel_runtime.comm import (
     hash_store,
     open_coordinator,
 )
+from parallel_runtime.comm.hierarchy import HierarchicalCommunicator, HostSplit
 from parallel_runtime.comm.shm import ShmCommunicator, Unavailable
 from parallel_runtime.terms import Rank
 
-__all__ = ["MAKERS", "Meeting", "RankError", "World"]
+__all__ = ["EVERY_MAKER", "MAKERS", "Meeting", "RankError", "World"]
 
 _T = TypeVar("_T")
 _keys = count()
@@ -75,6 +76,19 @@ def _shm(meeting: Meeting, key: str, ranks: Sequence[int], rank: int) -> Communi
 
 MAKERS: Final = MappingProxyType({"local": _local, "gloo": _gloo, "shm": _shm})
 """How one member of a group makes its communicator: ``maker(meeting, key, ranks, rank)``."""
+
+
+def _hosts(meeting: Meeting, key: str, ranks: Sequence[int], rank: int) -> Communicator:
+    """Two pretended hosts: one has the even ranks, the other one the odd ones."""
+    split = HostSplit([other % 2 for other in ranks], ranks.index(rank))
+    flat = _gloo(meeting, f"{key}/flat", ranks, rank)
+    local = [ranks[member] for member in split.local]
+    inside = _shm(meeting, f"{key}/{split.host}", local, rank) if len(local) > 1 else None
+    return HierarchicalCommunicator(split, ranks.index(rank), flat=flat, inside=inside)
+
+
+EVERY_MAKER: Final = MappingProxyType({**MAKERS, "hosts": _hosts})
+"""``MAKERS``, and what stands on them: too slow to run every test over it."""
 
 
 class RankError(Exception):
@@ -167,4 +181,4 @@ class World:
             timeouts=timeouts or GroupTimeouts(collective_s=20, control_s=20, p2p_s=20),
             checked=checked,
         )
-        return open_coordinator(spec, None if len(ranks) == 1 else MAKERS[self.kind](meeting, key, ranks, rank))
+        return open_coordinator(spec, None if len(ranks) == 1 else EVERY_MAKER[self.kind](meeting, key, ranks, rank))

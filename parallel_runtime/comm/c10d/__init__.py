@@ -13,11 +13,13 @@ from parallel_runtime.comm.c10d.stores import (
     prefix_store,
     wrap,
 )
+from parallel_runtime.comm.c10d.symm_mem import SymmMemCommunicator, open_symm_mem
 
 __all__ = [
     "C10dCommunicator",
     "HostedStore",
     "Store",
+    "SymmMemCommunicator",
     "adopted",
     "connect_store",
     "file_store",
@@ -25,6 +27,7 @@ __all__ = [
     "hash_store",
     "listen_store",
     "need_descriptors",
+    "open_symm_mem",
     "prefix_store",
     "wrap",
 ]

@@ -115,6 +115,11 @@ class C10dCommunicator(Communicator):
             return self.backend == "gloo"
         return dtype in _GLOO_SUMS or dtype is torch.int16
 
+    @property
+    def is_capturable(self) -> bool:
+        """Nccl only: its kernels run on streams, and waiting for one there holds up no CPU."""
+        return self.backend == "nccl"
+
     def all_reduce_(self, tensor: Tensor, op: ReduceOp, timeout_s: float) -> None:
         """Reduced by the backend; avg is a sum that is divided, int16 travels as int32."""
         work = tensor.int() if tensor.dtype is torch.int16 else tensor

@@ -153,6 +153,11 @@ class ShmCommunicator(Communicator):
             f"large tensors {'read in place' if parts.planner.remote is not None else 'in pieces'}"
         )
 
+    def paths(self) -> str:
+        """One shot or two, slots or in place, by size."""
+        planner = self._open().planner
+        return planner.limits.describe(reads_in_place=planner.remote is not None)
+
     def supports(self, operation: Operation, dtype: torch.dtype, nbytes: int) -> bool:
         """Every movement of every dtype; reductions of what has arithmetic."""
         return operation not in _REDUCTIONS or dtype in ARITHMETIC_DTYPES

@@ -1,7 +1,7 @@
 """Which plan an operation gets: small ones in one shot, large ones in pieces, symmetric tensors in place."""
 
 from collections.abc import Sequence
-from typing import Final, TypedDict, Unpack, final
+from typing import TypedDict, Unpack, final
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from parallel_runtime.comm.shm.direct import (
     Offer,
     RemoteMemory,
 )
+from parallel_runtime.comm.shm.limits import Limits
 from parallel_runtime.comm.shm.memory import view_bytes
 from parallel_runtime.comm.shm.plans import AgreedTransfer, OneShot, Plan, Put, Reduction, SlotVectors, Take, Transfer, TwoShot
 from parallel_runtime.comm.shm.reductions import LOW_PRECISION, make_reducer
@@ -22,14 +23,6 @@ from parallel_runtime.comm.shm.steps import Steps
 from parallel_runtime.comm.shm.symmetric import SymmetricAllGather, SymmetricAllReduce, SymmetricBuffer, SymmetricReduceScatter
 
 __all__ = ["Planner"]
-
-_ONE_SHOT_BYTES: Final = 1 << 20
-_ONE_SHOT_BYTES_MANY: Final = 32 << 10
-_PIECE_BYTES: Final = 512 << 10  # smaller ones are still dirty in the writer's cache when they are read, which is slower
-_SYMMETRIC_BYTES: Final = 16 << 10
-_DIRECT_BYTES_PAIR: Final = 32 << 10  # through the slots it is a third faster at best, several times slower at worst
-_DIRECT_BROADCAST_BYTES: Final = 2 << 20
-_ALIGNMENT: Final = 64
 
 
 class _Parts(TypedDict, total=False):
@@ -47,6 +40,7 @@ class Planner:
         steps: Its clock.
 
     Attributes:
+        limits: Where the ways part.
         buffers: The symmetric ones.
         remote: The peers' memory, where all members can read each other's.
     """
@@ -56,9 +50,10 @@ class Planner:
         self.remote: RemoteMemory | None = None
         self._rank = steps.rank_in_group
         self._world_size = steps.world_size
-        self._piece_bytes = min(_PIECE_BYTES, steps.slot_bytes)
-        self._share_bytes = min(steps.slot_bytes // (self._world_size - 1) // _ALIGNMENT * _ALIGNMENT, self._piece_bytes)
-        self._direct_bytes = min(_DIRECT_BYTES_PAIR, steps.slot_bytes) if self._world_size == 2 else steps.slot_bytes
+        self.limits = limits = Limits(world_size=steps.world_size, slot_bytes=steps.slot_bytes)
+        self._piece_bytes = limits.piece
+        self._share_bytes = limits.share
+        self._direct_bytes = limits.direct
         self._slots: dict[tuple[int, torch.dtype, ReduceOp], SlotVectors] = {}
         self.buffers: list[SymmetricBuffer] = []
 
@@ -76,7 +71,7 @@ class Planner:
             buffer, offset = found
             views = buffer.views(offset, tensor.nbytes)
             return SymmetricAllReduce(f"{text} on symmetric buffer {buffer.index}+{offset}", views, self._rank, reducer)
-        if tensor.nbytes > self._one_shot_bytes(tensor.dtype):
+        if tensor.nbytes > self.limits.one_shot(is_low_precision=tensor.dtype in LOW_PRECISION):
             return TwoShot(text, self._steps, local, reducer)
         key = (tensor.nbytes, tensor.dtype, op)
         slots = self._slots.get(key)
@@ -142,7 +137,7 @@ class Planner:
         """Plan a broadcast from ``src``."""
         text = f"broadcast({_what(tensor)}, src {src})"
         local = view_bytes(tensor)
-        if len(local) <= _DIRECT_BROADCAST_BYTES:  # one writes while the others read
+        if len(local) <= self.limits.direct_broadcast:  # one writes while the others read
             parts: _Parts = {"puts": [Put(local)]} if src == self._rank else {"peers": (src,), "takes": [Take(local, src)]}
             return self._pieces(text, len(local), self._piece_bytes, **parts)
         if src == self._rank:
@@ -191,13 +186,8 @@ class Planner:
         """Drop the views of slots that plans share."""
         self._slots.clear()
 
-    def _one_shot_bytes(self, dtype: torch.dtype) -> int:
-        """Up to where reducing everything oneself beats waiting for parts; less where arithmetic costs more than copying."""
-        limit = _ONE_SHOT_BYTES if self._world_size == 2 else _ONE_SHOT_BYTES_MANY
-        return min(limit // 8 if dtype in LOW_PRECISION else limit, self._steps.slot_bytes)
-
     def _find(self, tensor: Tensor) -> tuple[SymmetricBuffer, int] | None:
-        if tensor.nbytes > _SYMMETRIC_BYTES:
+        if tensor.nbytes > self.limits.symmetric:
             for buffer in self.buffers:
                 offset = buffer.offset(tensor)
                 if offset is not None:

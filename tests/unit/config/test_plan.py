@@ -47,7 +47,7 @@ def test_budget_text() -> None:
     [
         ("gloo", False, ["c10d:gloo"]),
         ("gloo", True, ["shm"]),
-        ("nccl", True, ["shm", "c10d:nccl"]),
+        ("nccl", True, ["shm", "c10d:nccl", "symm_mem"]),
         ("nccl", False, ["c10d:gloo", "c10d:nccl"]),
         ("local", True, ["local"]),
         ("fake", True, ["fake"]),
