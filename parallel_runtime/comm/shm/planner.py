@@ -17,7 +17,18 @@ from parallel_runtime.comm.shm.direct import (
 )
 from parallel_runtime.comm.shm.limits import Limits
 from parallel_runtime.comm.shm.memory import view_bytes
-from parallel_runtime.comm.shm.plans import AgreedTransfer, OneShot, Plan, Put, Reduction, SlotVectors, Take, Transfer, TwoShot
+from parallel_runtime.comm.shm.plans import (
+    SIZE_BYTES,
+    AgreedTransfer,
+    OneShot,
+    Plan,
+    Put,
+    Reduction,
+    SlotVectors,
+    Take,
+    Transfer,
+    TwoShot,
+)
 from parallel_runtime.comm.shm.reductions import LOW_PRECISION, make_reducer
 from parallel_runtime.comm.shm.steps import Steps
 from parallel_runtime.comm.shm.symmetric import SymmetricAllGather, SymmetricAllReduce, SymmetricBuffer, SymmetricReduceScatter
@@ -124,8 +135,11 @@ class Planner:
         takes.append(Take(view_bytes(outputs[rank]), rank, source=view_bytes(inputs[rank])))
         nbytes = max(tensor.nbytes for tensor in (*inputs, *outputs))
         text = f"all_to_all({inputs[0].dtype})"
-        piece_bytes = self._share_bytes if self.remote is None else min(self._direct_bytes, self._share_bytes)
-        plan = AgreedTransfer(text, piece_bytes=piece_bytes, nbytes=nbytes, peers=peers, puts=puts, takes=takes)
+        share_bytes = self._share_bytes
+        piece_bytes = share_bytes - SIZE_BYTES if self.remote is None else min(self._direct_bytes, share_bytes - SIZE_BYTES)
+        plan = AgreedTransfer(
+            text, share_bytes=share_bytes, piece_bytes=piece_bytes, nbytes=nbytes, peers=peers, puts=puts, takes=takes
+        )
         if self.remote is None:
             return plan
         offers = [Offer(peer, view_bytes(inputs[peer])) for peer in peers]

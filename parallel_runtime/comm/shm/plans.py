@@ -9,15 +9,21 @@ each other less and a piece is still in the cache when it is read.
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias, final
+from struct import Struct
+from typing import Final, TypeAlias, final
 
 from parallel_runtime.comm.shm.geometry import NUM_SLOTS
 from parallel_runtime.comm.shm.reductions import Reducer, Vector
 from parallel_runtime.comm.shm.steps import Steps, fingerprint
+from parallel_runtime.errors import CollectiveMismatchError
 
-__all__ = ["AgreedTransfer", "OneShot", "Plan", "Put", "Reduction", "SlotVectors", "Take", "Transfer", "TwoShot"]
+__all__ = ["SIZE_BYTES", "AgreedTransfer", "OneShot", "Plan", "Put", "Reduction", "SlotVectors", "Take", "Transfer", "TwoShot"]
 
-_ALIGNMENT = 64
+SIZE_BYTES: Final = 64
+"""Room behind every part of an exchange for its length; a line, so that pieces stay aligned."""
+
+_ALIGNMENT: Final = 64
+_SIZE: Final = Struct("<q")
 _Copies: TypeAlias = list[tuple[memoryview, memoryview]]
 _Reads: TypeAlias = tuple[_Copies, list[Vector], Vector | None]
 
@@ -202,7 +208,39 @@ class Transfer(Plan):
 
 @final
 class AgreedTransfer(Transfer):
-    """A transfer whose number of steps no member knows alone: each sends its own with the first piece, the largest counts."""
+    """A transfer of parts whose sizes only the two ends of each know.
+
+    With the first piece each member sends how many steps it needs, of which the largest counts, and behind every part how long
+    it is.
+
+    Args:
+        text: What the members have to agree on.
+        share_bytes: Room of every part in a slot; its last bytes tell how long the part is.
+        piece_bytes: How much of a part goes into one step, at most ``share_bytes`` less ``SIZE_BYTES``.
+        nbytes: The longest part that this member sends or receives.
+        peers: Every other member.
+        puts: One per peer.
+        takes: One per peer, and this member's own.
+
+    Raises:
+        CollectiveMismatchError: When run: a member sends another number of bytes than is to be received.
+    """
+
+    def __init__(
+        self,
+        text: str,
+        *,
+        share_bytes: int,
+        piece_bytes: int,
+        nbytes: int,
+        peers: tuple[int, ...],
+        puts: Sequence[Put],
+        takes: Sequence[Take],
+    ) -> None:
+        super().__init__(text, piece_bytes=piece_bytes, nbytes=nbytes, peers=peers, puts=puts, takes=takes)
+        at = share_bytes - SIZE_BYTES
+        self._sent = [(put.offset + at, len(put.local)) for put in puts]
+        self._awaited = [(take.member, take.offset + at, len(take.local)) for take in takes if take.source is None]
 
     def run(self, steps: Steps, timeout_s: float) -> None:
         """As a transfer, with the steps that all members need."""
@@ -222,10 +260,11 @@ class AgreedTransfer(Transfer):
         if self._num_steps == 1:
             self._put(steps, 0)
         else:
-            steps.put_header(steps.free_slot(), self._num_steps)
+            self._tell(steps)
             steps.announce(self.print)
         steps.collect(self._peers, steps.sequence, self.print, self.text)
         slot = steps.sequence % NUM_SLOTS
+        self._compare(steps, slot)
         is_all = self._num_steps == 1 and all(steps.header(member, slot) == 1 for member in steps.peers)
         if is_all:
             Transfer._take(self, steps, 0, slot)
@@ -233,13 +272,27 @@ class AgreedTransfer(Transfer):
 
     def _put(self, steps: Steps, piece: int) -> None:
         if piece == 0:
-            steps.put_header(steps.free_slot(), self._num_steps)
+            self._tell(steps)
         super()._put(steps, piece)
 
     def _take(self, steps: Steps, piece: int, slot: int) -> None:
         if piece == 0:
+            self._compare(steps, slot)
             self._num_steps = max(self._num_steps, *(steps.header(member, slot) for member in steps.peers))
         super()._take(steps, piece, slot)
+
+    def _tell(self, steps: Steps) -> None:
+        slot = steps.free_slot()
+        steps.put_header(slot, self._num_steps)
+        memory = steps.slots[steps.rank_in_group][slot]
+        for at, nbytes in self._sent:
+            _SIZE.pack_into(memory, at, nbytes)
+
+    def _compare(self, steps: Steps, slot: int) -> None:
+        for member, at, nbytes in self._awaited:
+            (there,) = _SIZE.unpack_from(steps.slots[member][slot], at)
+            if there != nbytes:
+                raise CollectiveMismatchError(f"member {member} has {there} bytes where {nbytes} were to be received")
 
 
 @final

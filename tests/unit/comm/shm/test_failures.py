@@ -178,3 +178,24 @@ def test_a_member_that_never_comes_to_the_opening_is_named() -> None:
         ShmCommunicator.create(MemoryStore(), "group", 0, 2, 0.05)
     with pytest.raises(RendezvousError, match=r"member 0 of 2 did not publish 'offer' in time; this is member 1"):
         ShmCommunicator.create(MemoryStore(), "group", 1, 2, 0.05)
+
+
+@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize(("sent", "awaited"), [(3, 2), (2, 3), (0, 2), (2, 0), (40_000, 39_999), (1, 400_000), (400_000, 1)])
+def test_parts_of_another_size_than_awaited_are_an_error(sent: int, awaited: int, direct: bool) -> None:
+    with Threads(3, direct=direct) as group:
+
+        def body(comm: ShmCommunicator) -> None:
+            rank = comm.rank_in_group
+            inputs, outputs = ([torch.full((5,), rank) for _ in range(3)] for _ in range(2))
+            if rank == 0:
+                inputs[2] = torch.zeros(sent, dtype=torch.int64)
+            if rank == 2:
+                outputs[0] = torch.zeros(awaited, dtype=torch.int64)
+            comm.all_to_allv(outputs, inputs, TIMEOUT_S)
+            comm.barrier(TIMEOUT_S)
+
+        errors = group.outcomes(body)
+    assert isinstance(errors[2], CollectiveMismatchError)
+    assert f"member 0 has {sent * 8} bytes where {awaited * 8} were to be received" in str(errors[2])
+    assert all(isinstance(error, PeerLostError) for error in errors[:2])
