@@ -15,6 +15,7 @@ from typing import Any, NoReturn, TypeAlias, final
 from parallel_runtime.cli.doctor import add_doctor
 from parallel_runtime.cli.generate import add_generate
 from parallel_runtime.cli.plan import add_plan
+from parallel_runtime.cli.serve import add_serve
 from parallel_runtime.errors import ArgumentError, CheckpointError, ConfigError, ParallelRuntimeError, RequestError
 
 __all__ = ["AddCommand", "build_parser", "main"]
@@ -22,7 +23,7 @@ __all__ = ["AddCommand", "build_parser", "main"]
 AddCommand: TypeAlias = Callable[["argparse._SubParsersAction[Any]"], None]
 """Adds one subcommand. Its parser must set ``run``, a function from the parsed arguments to an exit code."""
 
-_COMMANDS: tuple[AddCommand, ...] = (add_plan, add_generate, add_doctor)
+_COMMANDS: tuple[AddCommand, ...] = (add_plan, add_generate, add_serve, add_doctor)
 
 
 @final
