@@ -37,7 +37,7 @@ def candidates() -> dict[str, Callable[[], object]]:
     recorder, entry = Recorder(), ("bench#0", 1, "all_reduce_", torch.float32, x.shape, 0.0)
 
     def record() -> None:
-        recorder.start(entry)
+        recorder.under_way = entry
         recorder.finish(entry, 0.0)
 
     torchs: Any = c10d  # torch's stubs leave it out
@@ -64,7 +64,7 @@ def candidates() -> dict[str, Callable[[], object]]:
 def _over(backend: Any) -> C10dCommunicator:
     """The communicator of ``backend``, which has not met anybody in a store."""
     made = C10dCommunicator.__new__(C10dCommunicator)
-    values = {"kind": "c10d", "backend": "gloo", "key": "bench", "rank_in_group": 0, "world_size": 2, "_group": backend}
+    values = {"kind": "c10d", "backend": "gloo", "_is_gloo": True, "key": "bench", "rank_in_group": 0, "world_size": 2, "_group": backend}
     for name, value in {**values, "_broken": "", "_kept": {}, "_ranks": [0, 1]}.items():
         setattr(made, name, value)
     return made

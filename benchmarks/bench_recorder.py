@@ -32,7 +32,7 @@ def recorded_s(recorder: Recorder, tensor: torch.Tensor) -> float:
     for sequence in range(OPERATIONS):
         began = perf_counter()
         entry = ("tp#0", sequence, "all_reduce", tensor.dtype, tensor.shape, began)
-        recorder.start(entry)
+        recorder.under_way = entry
         recorder.finish(entry, perf_counter() - began)
     return perf_counter() - start
 

@@ -88,13 +88,15 @@ class GroupCore:
             What ``call`` returned.
 
         Raises:
-            ContextStateError: The group is closed, or belongs to another process.
+            ContextStateError: The group is closed, belongs to another process, or cannot do this while a graph is recorded.
             GroupBusyError: Another thread is inside an operation of this group.
             PeerError: As raised by ``call``, with the group, the sequence and the operation in front.
         """
         traffic = self.traffic
         if not self.is_open or traffic.pid != os.getpid():
             raise ContextStateError(self._why_unusable(operation))
+        if traffic.is_recording is not None and traffic.is_recording():
+            self._check_capturable(operation, tensor, call)
         if not traffic.lock.acquire(False):
             raise GroupBusyError(self._who_is_inside(operation))
         traffic.diagnostician = self.diagnostician
@@ -106,7 +108,7 @@ class GroupCore:
         else:
             entry = (self.name, sequence, operation, tensor.dtype, tensor.shape, start)
         recorder = traffic.recorder
-        recorder.start(entry)
+        recorder.under_way = entry
         try:
             if profiler._is_profiler_enabled:
                 with profiler.record_function(f"{self.name} {_described(operation, tensor)}"):
@@ -199,6 +201,20 @@ class GroupCore:
             error.members = odd_members(said, self.control.rank_in_group)
             raise error
         return call(*args)
+
+    def _check_capturable(self, operation: str, tensor: Tensor | None, call: Callable[..., object]) -> None:
+        """Only what the communicator itself does on tensors can be recorded; the rest needs the CPU at every replay."""
+        mover = getattr(call, "__self__", None)
+        if tensor is not None and (mover is None or mover is self.communicator) and self.communicator.is_capturable:
+            return
+        if self.communicator.is_capturable:
+            why = "is checked over the CPU first" if mover is self else "goes through the CPU"
+        else:
+            why = f"goes over {self.communicator.kind}, which works on the CPU"
+        raise ContextStateError(
+            f"{operation} on group {self.name} cannot become part of a graph: it {why}, so a replay would leave it out; "
+            "do it before or after the recording"
+        )
 
     def named(self, exc: PeerError, operation: str, tensor: Tensor | None, sequence: int, seconds: float) -> PeerError:
         """The error with the group, the sequence number and the operation in its text, and the story where somebody knows it."""

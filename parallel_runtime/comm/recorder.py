@@ -1,17 +1,21 @@
 """What a group did last: a fixed ring of records, always on, cheap enough for every operation."""
 
 from collections import deque
+from collections.abc import Callable
 from typing import Final, NamedTuple, TypeAlias, final
 
 import torch
 
-__all__ = ["RING_SIZE", "Entry", "Record", "Recorder", "describe"]
+__all__ = ["RING_SIZE", "Entry", "Observer", "Record", "Recorder", "describe"]
 
 RING_SIZE: Final = 256
 """Finished operations that are kept per communicator."""
 
 Entry: TypeAlias = tuple[str, int, str, torch.dtype | None, tuple[int, ...], float]
 """A started operation: group, sequence, operation, dtype, shape, start (``time.perf_counter`` seconds)."""
+
+Observer: TypeAlias = Callable[[Entry, float, float | None], None]
+"""Told of every finished operation: its entry, its seconds, and those it spent waiting for peers, ``None`` where nobody can tell."""
 
 
 @final
@@ -44,27 +48,54 @@ class Record(NamedTuple):
 
 @final
 class Recorder:
-    """The last ``RING_SIZE`` operations and the one under way. Written by one thread at a time, read by any."""
+    """The last ``RING_SIZE`` operations and the one under way. Written by one thread at a time, read by any.
 
-    __slots__ = ("_current", "_ring")
+    Attributes:
+        under_way: The operation that has begun; set by whoever begins it.
+        observers: Told of what is finished, beside the ring.
+    """
+
+    __slots__ = ("_ring", "_waited_s", "observers", "under_way")
 
     def __init__(self) -> None:
         self._ring: deque[tuple[Entry, float]] = deque(maxlen=RING_SIZE)
-        self._current: Entry | None = None
-
-    def start(self, entry: Entry) -> None:
-        """Note that an operation begins."""
-        self._current = entry
+        self._waited_s: float | None = None
+        self.under_way: Entry | None = None
+        self.observers: tuple[Observer, ...] = ()
 
     def finish(self, entry: Entry, seconds: float) -> None:
-        """Note that it ended, well or not."""
+        """Note that what was under way ended, well or not."""
         self._ring.append((entry, seconds))
-        self._current = None
+        self.under_way = None
+        if self.observers:
+            for observer in self.observers:
+                observer(entry, seconds, self._waited_s)
+            if self._waited_s:
+                self._waited_s = 0.0
+
+    def observe(self, observer: Observer, *, tells_waiting: bool) -> None:
+        """Tell somebody of every operation that finishes from now on.
+
+        Args:
+            observer: Called in the thread of the operation, so it is quick and raises nothing.
+            tells_waiting: Whether the communicator calls ``add_wait`` for every wait.
+        """
+        self._waited_s = 0.0 if tells_waiting else None
+        self.observers += (observer,)
+
+    def leave(self, observer: Observer) -> None:
+        """Tell ``observer`` no more. Twice is nothing."""
+        self.observers = tuple(other for other in self.observers if other != observer)
+
+    def add_wait(self, seconds: float) -> None:
+        """Note that the operation under way waited for a peer; to be called while there are ``observers``."""
+        if self._waited_s is not None:
+            self._waited_s += seconds
 
     @property
     def current(self) -> Record | None:
         """The operation under way, if any."""
-        entry = self._current
+        entry = self.under_way
         return None if entry is None else Record(*entry, None)
 
     def tail(self, count: int = 16) -> tuple[Record, ...]:

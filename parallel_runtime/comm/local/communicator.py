@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Sequence
+from time import perf_counter
 from typing import final
 
 import torch
@@ -222,7 +223,12 @@ class LocalCommunicator(Communicator):
     def _wait(self, what: str, ready: Callable[[], bool], absent: Callable[[], Sequence[int]], timeout_s: float) -> None:
         hub, meeting = self._hub, self._meeting
         wait = Wait(self._rank, what + self._of_group(), ready, absent, lambda: hub.lost(absent(), meeting))
-        hub.wait(wait, timeout_s, lambda: self._alarm(absent()))
+        start = perf_counter()
+        try:
+            hub.wait(wait, timeout_s, lambda: self._alarm(absent()))
+        finally:
+            if self.traffic.recorder.observers:
+                self.traffic.recorder.add_wait(perf_counter() - start)
 
     def _of_group(self) -> str:
         """The name that people know the group by, where it has one."""

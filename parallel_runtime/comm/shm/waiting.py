@@ -18,7 +18,7 @@ import select
 import sys
 import threading
 from collections.abc import Callable, Iterable
-from time import monotonic, sleep
+from time import monotonic, perf_counter, sleep
 from types import MappingProxyType
 from typing import Final, final
 
@@ -264,6 +264,16 @@ class Waiter:
             PeerLostError: One of ``missing`` is gone.
             PeerError: As the diagnostician says.
         """
+        if self.traffic is None or not self.traffic.recorder.observers:
+            self._until(ready, timeout_s, missing)
+            return
+        start = perf_counter()
+        try:
+            self._until(ready, timeout_s, missing)
+        finally:
+            self.traffic.recorder.add_wait(perf_counter() - start)
+
+    def _until(self, ready: Callable[[], bool], timeout_s: float, missing: Callable[[], list[int]]) -> None:
         if self._look(ready):
             return
         start = monotonic()
