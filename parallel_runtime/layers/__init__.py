@@ -2,6 +2,7 @@
 
 from parallel_runtime.layers.attention import Attention, causal_attention, causal_mask
 from parallel_runtime.layers.columns import ColumnPiece, ParallelColumns
+from parallel_runtime.layers.context_parallel import KeyMask, merge_partials, partial_attention, plain_attention
 from parallel_runtime.layers.embedding import ParallelHead, VocabParallelEmbedding
 from parallel_runtime.layers.expert_groups import ExpertGroups
 from parallel_runtime.layers.experts import Experts, Router, Routing
@@ -27,6 +28,7 @@ __all__ = [
     "Experts",
     "GateUpParallelLinear",
     "GatedFeedForward",
+    "KeyMask",
     "MixtureOfExperts",
     "PackableLayer",
     "ParallelColumns",
@@ -45,6 +47,9 @@ __all__ = [
     "causal_mask",
     "copy_to_group",
     "gather_from_group",
+    "merge_partials",
+    "partial_attention",
+    "plain_attention",
     "reduce_from_group",
     "rotate",
 ]

@@ -10,7 +10,7 @@ from typing import NamedTuple, final
 import torch
 from torch import Tensor
 
-__all__ = ["KeyMask", "merge_partials", "partial_attention"]
+__all__ = ["KeyMask", "merge_partials", "partial_attention", "plain_attention"]
 
 
 @final
@@ -51,18 +51,18 @@ def partial_attention(q_NKRd: Tensor, keys_NKSd: Tensor, values_NKSd: Tensor, ma
         logarithm of the sum of ``exp(score)``, ``-inf`` there.
     """
     N, K, R, d = q_NKRd.shape
-    if 0 in (N, R, keys_NKSd.shape[2]):
+    if 0 in (N, R, keys_NKSd.shape[2]):  # the kernel does not take nothing
         return q_NKRd.new_zeros((N, K, R, d), dtype=torch.float32), q_NKRd.new_full((N, K, R), -torch.inf, dtype=torch.float32)
-    if q_NKRd.device.type == "cpu":
-        attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-        out_NKRd, weight_NKR = attend(q_NKRd, keys_NKSd, values_NKSd, attn_mask=mask.added)
-    else:
-        scores_NKRS = q_NKRd.float() @ keys_NKSd.float().transpose(-1, -2) / sqrt(d) + mask.added
-        weight_NKR = scores_NKRS.logsumexp(-1)
-        out_NKRd = scores_NKRS.softmax(-1) @ values_NKSd.float()
-    blind_NKR = mask.blind.expand_as(weight_NKR)
-    out_NKRd = out_NKRd.float().masked_fill(blind_NKR.unsqueeze(-1), 0.0)
-    return out_NKRd, weight_NKR.masked_fill(blind_NKR, -torch.inf)
+    if q_NKRd.device.type != "cpu":
+        return plain_attention(q_NKRd, keys_NKSd, values_NKSd, mask)
+    attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+    return _without_blind(*attend(q_NKRd, keys_NKSd, values_NKSd, attn_mask=mask.added), mask)
+
+
+def plain_attention(q_NKRd: Tensor, keys_NKSd: Tensor, values_NKSd: Tensor, mask: KeyMask) -> tuple[Tensor, Tensor]:
+    """``partial_attention`` from plain operations, on any device; scores are held in float32."""
+    scores_NKRS = q_NKRd.float() @ keys_NKSd.float().transpose(-1, -2) / sqrt(q_NKRd.shape[-1]) + mask.added
+    return _without_blind(scores_NKRS.softmax(-1) @ values_NKSd.float(), scores_NKRS.logsumexp(-1), mask)
 
 
 def merge_partials(outs_Pd: Tensor, weights_P: Tensor) -> Tensor:
@@ -78,3 +78,9 @@ def merge_partials(outs_Pd: Tensor, weights_P: Tensor) -> Tensor:
     Source: Milakov and Gimelshein 2018, arXiv:1805.02867, section 3; Dao et al. 2022, arXiv:2205.14135, section 3.1.
     """
     return (outs_Pd * weights_P.softmax(0).unsqueeze(-1)).sum(0)
+
+
+def _without_blind(out_NKRd: Tensor, weight_NKR: Tensor, mask: KeyMask) -> tuple[Tensor, Tensor]:
+    """Nothing, of no weight, where a query sees no key."""
+    blind_NKR = mask.blind.expand_as(weight_NKR)
+    return out_NKRd.float().masked_fill(blind_NKR.unsqueeze(-1), 0.0), weight_NKR.masked_fill(blind_NKR, -torch.inf)

@@ -9,7 +9,7 @@ import pytest
 DOCS = Path(__file__).parents[3] / "docs"
 
 
-@pytest.mark.parametrize("page", ["concepts/layout.md", "how_to/choose_a_layout.md"])
+@pytest.mark.parametrize("page", ["concepts/layout.md", "concepts/context_parallel.md", "how_to/choose_a_layout.md"])
 def test_examples_are_real(page: str) -> None:
     blocks = re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(encoding="utf-8"), flags=re.DOTALL)
     assert blocks
