@@ -4,7 +4,8 @@ ParallelRuntimeError
 ├── ConfigError (ValueError)                  a setting, or a combination of settings, is impossible
 │   └── LauncherEnvironmentError              the variables a launcher left behind are missing, partial or contradict each other
 ├── ContextStateError (RuntimeError)          used before it was entered, after it was closed, or in another process
-│   └── GroupBusyError                        one group used from two threads at once
+│   ├── GroupBusyError                        one group used from two threads at once
+│   └── StaleContextError                     a captured graph outlived the context that it was captured in
 ├── ArgumentError (ValueError)                an argument of an operation breaks its rule (src out of range, bad splits)
 ├── DimError (IndexError)                     a tensor dim that the tensor does not have
 ├── DtypeError (TypeError)                    an operation that this dtype or this communicator does not support
@@ -48,6 +49,7 @@ __all__ = [
     "RendezvousError",
     "RequestError",
     "SerializationError",
+    "StaleContextError",
 ]
 
 
@@ -69,6 +71,10 @@ class ContextStateError(ParallelRuntimeError, RuntimeError):
 
 class GroupBusyError(ContextStateError):
     """One group was used from two threads at once."""
+
+
+class StaleContextError(ContextStateError):
+    """A captured graph was to run though the context that it was captured in is closed."""
 
 
 class ArgumentError(ParallelRuntimeError, ValueError):

@@ -45,6 +45,11 @@ class FakeCommunicator(Communicator):
         del operation, dtype, nbytes
         return True
 
+    @property
+    def is_capturable(self) -> bool:
+        """Always: it computes on tensors, and nothing else."""
+        return True
+
     def all_reduce_(self, tensor: Tensor, op: ReduceOp, timeout_s: float) -> None:
         """As if all members held ``tensor``."""
         if self.world_size > 1:

@@ -2,6 +2,7 @@
 
 import os
 from collections import deque
+from collections.abc import Callable
 from threading import Lock
 from typing import Any, Final, final
 
@@ -58,9 +59,10 @@ class Traffic:
         steps: Collectives of the communicator that this member has finished; counted where a wait can be interrupted.
         diagnostician: Knows why peers do not come, for the coordinator whose operation runs; ``None`` where nobody does.
         ranks: World ranks of the members, in group order; ``()`` before a coordinator is opened.
+        is_recording: While graphs are captured: tells whether what runs now becomes part of one. ``None`` otherwise.
     """
 
-    __slots__ = ("diagnostician", "lock", "pid", "ranks", "recorder", "sequence", "steps", "streams", "users")
+    __slots__ = ("diagnostician", "is_recording", "lock", "pid", "ranks", "recorder", "sequence", "steps", "streams", "users")
 
     def __init__(self) -> None:
         self.lock = Lock()
@@ -72,3 +74,4 @@ class Traffic:
         self.steps = 0
         self.diagnostician: Diagnostician | None = None
         self.ranks: tuple[int, ...] = ()
+        self.is_recording: Callable[[], bool] | None = None

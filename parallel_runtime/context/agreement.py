@@ -71,11 +71,12 @@ class Agreement:
             raise RendezvousError(f"the store over which ranks agree is gone: {str(error).splitlines()[0]}") from error
 
     @contextmanager
-    def guard(self, timeout_s: float) -> Iterator[None]:
+    def guard(self, timeout_s: float, *, unmasked: bool = False) -> Iterator[None]:
         """Settle how a block of every rank went.
 
         Args:
             timeout_s: Longest wait for the others at its end, in seconds.
+            unmasked: The rank on which the block raised raises that same error, whatever it is.
 
         Raises:
             PeerFailedError: The block raised on a rank; raised on all of them. Errors that blame a peer, and those that are no
@@ -88,6 +89,10 @@ class Agreement:
             with self._alarmed():
                 yield
         except BaseException as error:
+            if unmasked:
+                with suppress(PeerError):
+                    self.settle(error_text(error), timeout_s)
+                raise
             try:
                 self.settle(error_text(error), timeout_s)
             except PeerFailedError as failed:

@@ -2,8 +2,8 @@
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from enum import StrEnum
 from types import MappingProxyType
 from typing import NoReturn
@@ -18,6 +18,7 @@ from parallel_runtime.config.environment import Identity
 from parallel_runtime.config.parallel_config import ParallelConfig
 from parallel_runtime.config.plan import Plan
 from parallel_runtime.context.agreement import Agreement
+from parallel_runtime.context.capture import CudaGraphs, GraphCapture, GraphDevice, capture_members
 from parallel_runtime.context.groups import GroupTable
 from parallel_runtime.context.meeting import Meeting
 from parallel_runtime.context.monitor import Monitor
@@ -57,6 +58,8 @@ class ContextBase(ABC):
         self._meeting: Meeting | None = None
         self._monitor: Monitor | None = None
         self._agreements: dict[tuple[Rank, ...], Agreement] = {}
+        self._capture: GraphCapture | None = None
+        self._stack = ExitStack()
 
     @property
     def state(self) -> ContextState:
@@ -270,6 +273,58 @@ class ContextBase(ABC):
         Collective: all ranks of the group; they meet at the end of the block.
         """
         return self._agreement(group).guard(self._control_s(timeout_s))
+
+    @contextmanager
+    def graph_capture(
+        self,
+        stream: object | None = None,
+        *,
+        group: GroupCoordinator | None = None,
+        timeout_s: float | None = None,
+        graphs: GraphDevice | None = None,
+    ) -> Iterator[GraphCapture]:
+        """A block in which device graphs with this context's collectives are captured; see ``GraphCapture.graph``.
+
+        It enters this context's groups, those of equal ranks once, in an order that is equal on every rank; children and
+        duplicates capture their own. It ends alike on every rank: where the block raised on one of them, that rank raises what it
+        raised, the others ``PeerFailedError``, and no graph of the block can be replayed. Only after a clean end everywhere do
+        communicators make the captured buffers known to each other.
+
+        Args:
+            stream: To capture on, a ``torch.cuda.Stream``; a new one by default. It is the current one inside the block.
+            group: Whose members capture, a group of this context, and whose groups inside it take part; the world by default.
+            timeout_s: Longest wait for the others at the end, in seconds; ``deadlines.control_s`` by default.
+            graphs: What captures; torch's CUDA graphs by default. For other devices, and tests.
+
+        Returns:
+            For ``with``.
+
+        Raises:
+            ArgumentError: ``timeout_s`` is not positive, or this context is not on CUDA and ``graphs`` is not given.
+            ContextStateError: The context is not open, was opened by another process, or captures already.
+            PeerFailedError: The block, or making the buffers known, failed on another rank.
+            PeerLostError: A rank is gone.
+            PeerTimeoutError: A rank did not come in time.
+            RendezvousError: The store is gone.
+
+        Collective: all ranks of the group; they meet at the end of the block.
+        """
+        agreement, limit_s = self._agreement(group), self._control_s(timeout_s)
+        self._check_not_given_up()
+        if self._capture is not None:
+            raise ContextStateError(
+                "this context is in a graph capture already; capture as many graphs as you need in one block, with capture.graph"
+            )
+        within = self.world if group is None else group
+        opened = (*self._groups.values(), *self._extra_groups.values())
+        capture = GraphCapture(capture_members(opened, within), graphs or CudaGraphs(self._device), self._uid)
+        self._stack.callback(capture.close)
+        self._capture = capture
+        try:
+            with capture.run(agreement, stream, limit_s):
+                yield capture
+        finally:
+            self._capture = None
 
     def __reduce__(self) -> NoReturn:
         raise ContextStateError(

@@ -81,7 +81,6 @@ class ParallelContext(ContextBase):
         self._backend = ""
         self._opened: list[tuple[Rank, ...]] = []
         self._entrance: Entrance | None = None
-        self._stack = ExitStack()
 
     @classmethod
     def adopt(cls, process_group: object, config: ParallelConfig, *, identity: Identity | None = None) -> Self:

@@ -215,6 +215,11 @@ class SymmMemCommunicator(Communicator):
         """What the communicator beneath supports: it serves whatever the operators do not."""
         return self._beneath.supports(operation, dtype, nbytes)
 
+    @property
+    def is_capturable(self) -> bool:
+        """As beneath. The operators run on the current stream, in memory that all members know already."""
+        return self._beneath.is_capturable
+
     def all_reduce_(self, tensor: Tensor, op: ReduceOp, timeout_s: float) -> None:
         """Through the operators where they can; a tensor that is not symmetric is copied in and out."""
         is_symmetric = self._shelf.has(tensor)
