@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from time import monotonic
-from typing import Any, Final, final
+from typing import Any, Final, NoReturn, final
 
 import torch
 import torch.distributed as dist
@@ -84,6 +84,7 @@ class C10dCommunicator(Communicator):
         self.rank_in_group = rank_in_group
         self.world_size = world_size
         self.backend = backend
+        self._is_gloo = backend == "gloo"
         self._device = device or torch.device("cpu")
         self.key = key
         self._broken = ""
@@ -236,23 +237,26 @@ class C10dCommunicator(Communicator):
         """What the backend is told. The deadline of a collective of gloo is kept here, where a standstill can be made up for."""
         return timedelta(seconds=timeout_s + (_STANDSTILL_S if self.backend == "gloo" else 0.0))
 
+    def _refuse(self) -> NoReturn:
+        raise PeerLostError(f"this group can no longer be used: {self._broken}" if self._broken else "this communicator is closed")
+
     def _start(self, call: Callable[[Any], c10d.Work], whom: str) -> c10d.Work:
-        if self._broken:
-            raise PeerLostError(f"this group can no longer be used: {self._broken}")
-        if self._group is None:
-            raise PeerLostError("this communicator is closed")
+        if self._group is None or self._broken:
+            self._refuse()
         try:
             return call(self._group)
         except RuntimeError as exc:
             raise self._translated(exc, whom, 0.0) from exc
 
     def _finish(self, call: Callable[[Any], c10d.Work], whom: str, timeout_s: float) -> None:
-        work = self._start(call, whom)
+        group = self._group
+        if group is None or self._broken:
+            self._refuse()
         try:
-            if self.backend == "gloo":
-                self._wait_in_slices(work, whom, timeout_s)
+            if self._is_gloo:
+                self._wait_in_slices(call(group), whom, timeout_s)
             else:
-                work.wait()
+                call(group).wait()
         except RuntimeError as exc:
             if isinstance(exc, PeerError):
                 raise
@@ -264,19 +268,18 @@ class C10dCommunicator(Communicator):
         self._still_s = 0.0
         start = monotonic()
         deadline = start + timeout_s
+        slice_s = _SLICE_S if timeout_s >= _SLICE_S else timeout_s
         while True:
-            slice_s = min(_SLICE_S, max(deadline - start, 0.001))
             try:
                 work.wait(_SLICE if slice_s == _SLICE_S else timedelta(seconds=slice_s))
                 return
             except RuntimeError as exc:
-                if _SLICE_IS_OVER not in str(exc):
-                    raise
-            finally:
                 still_s = monotonic() - start - slice_s
                 if still_s > _SUSPICIOUS_S:
                     self._still_s += still_s
                     deadline += still_s  # stopped itself, so nobody else is late
+                if _SLICE_IS_OVER not in str(exc):
+                    raise
             diagnostician = self.traffic.diagnostician
             error = diagnostician and diagnostician.interruption(self._ranks, self.key, self.traffic.steps + 1)
             if error is None and monotonic() >= deadline:
@@ -285,6 +288,7 @@ class C10dCommunicator(Communicator):
                 self._break_off(error)
                 raise error
             start = monotonic()
+            slice_s = min(_SLICE_S, max(deadline - start, 0.001))
 
     def _break_off(self, error: PeerError) -> None:
         """End what is under way in the group, and the group with it; its peers learn of it at once.
