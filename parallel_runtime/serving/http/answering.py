@@ -10,7 +10,7 @@ from typing import Any, final
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from parallel_runtime.errors import ParallelRuntimeError, RequestError
@@ -114,7 +114,8 @@ class _Answer:
         if self._asked.is_streamed:
             await self._stream(send)
         else:
-            await JSONResponse(await self._whole())(scope, receive, send)
+            body = msgspec.json.encode(await self._whole())
+            await Response(body, media_type="application/json")(scope, receive, send)
 
     async def _whole(self) -> dict[str, Any]:
         parts: dict[int, list[Piece]] = {index: [] for index in range(self._entry.num_answers)}
@@ -174,7 +175,7 @@ class _Answer:
         settings = msgspec.structs.asdict(default)
         if default == SamplingParams():
             settings["temperature"] = 1.0
-        settings.update(self._asked.settings)
+        settings.update({"logprobs": None, **self._asked.settings, "n": self._asked.num_samples})
         limit = min(ready.max_request_tokens for ready in self._engine.replicas)
         lengths = [self._new_tokens(len(prompt), limit) for prompt in prompts]
         return prompts, [SamplingParams(**{**settings, "max_new_tokens": length}) for length in lengths]

@@ -1,5 +1,6 @@
 """What is said to a client that gets no answer: OpenAI's shape, with the HTTP status that the error deserves."""
 
+import re
 from collections.abc import Mapping
 from typing import Any, final
 
@@ -72,7 +73,8 @@ def refusal_of(error: ParallelRuntimeError, fields: Mapping[str, object] | None 
     if isinstance(error, QueueFullError):
         return RefusedError(503, text, code="queue_full", retry_s=_RETRY_S)
     if isinstance(error, RequestError):
-        param = next((name for name in fields or () if text.startswith(name)), None)
+        word = re.match(r"\w*", text)
+        param = word[0] if word is not None and word[0] in (fields or ()) else None
         return RefusedError(400, text, param=param, code="invalid_value")
     if isinstance(error, ContextStateError):
         return RefusedError(503, text, code="unavailable", retry_s=_RETRY_S)

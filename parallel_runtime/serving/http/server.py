@@ -12,7 +12,7 @@ from typing import Self, final
 
 import uvicorn
 
-from parallel_runtime.errors import ConfigError, LaunchError, ParallelRuntimeError
+from parallel_runtime.errors import ConfigError, ParallelRuntimeError
 from parallel_runtime.serving.async_engine import AsyncEngine
 from parallel_runtime.serving.http.app import make_app
 from parallel_runtime.serving.http.connections import Connections
@@ -120,11 +120,12 @@ class HttpServer:
         """
         while self.service.state is not ServiceState.FAILED:
             await asyncio.sleep(_TICK_S)
-        try:
-            await asyncio.to_thread(self.service.engine.engine.supervisor.drain, 0, 0.0)
-        except ParallelRuntimeError as error:
-            return error
-        return LaunchError("no replica is left")
+        while True:
+            try:
+                await asyncio.to_thread(self.service.engine.engine.supervisor.drain, 0, 0.0)
+            except ParallelRuntimeError as error:
+                return error
+            await asyncio.sleep(_TICK_S)  # the last replica is lost, and the engine is about to say so
 
     async def _tick(self) -> None:
         while True:

@@ -48,7 +48,7 @@ class HttpSettings(FrozenModel):
     max_requests: int = Field(default=512, ge=1)
     max_answers: int = Field(default=256, ge=1)
     max_connections: int = Field(default=512, ge=1)
-    max_body_bytes: int = Field(default=4 * 2**20, ge=1)
+    max_body_bytes: int = Field(default=2**20, ge=1)
     read_s: float = Field(default=30.0, gt=0, le=LONGEST_S)
     write_s: float = Field(default=60.0, gt=0, le=LONGEST_S)
     drain_s: float = Field(default=30.0, ge=0, le=LONGEST_S)

@@ -12,7 +12,7 @@ import httpx2
 from openai import OpenAI
 
 from parallel_runtime.config import ParallelConfig
-from parallel_runtime.serving import AsyncEngine, ServingConfig
+from parallel_runtime.serving import AsyncEngine, SamplingParams, ServingConfig
 from parallel_runtime.serving.http import HttpSettings
 from parallel_runtime.serving.http.server import HttpServer
 
@@ -72,14 +72,16 @@ class Served:
 
 
 @contextmanager
-def served(model: Path, *, replicas: int = 1, serving: dict[str, Any] | None = None, **settings: Any) -> Iterator[Served]:
+def served(
+    model: Path, *, serving: dict[str, Any] | None = None, sampling: SamplingParams | None = None, **settings: Any
+) -> Iterator[Served]:
     """Serve a model with ranks as threads for as long as a block lasts."""
     ready: Future[tuple[HttpServer, asyncio.AbstractEventLoop]] = Future()
     over = asyncio.Event()
 
     async def main() -> None:
         config = ServingConfig(**{"kv_cache_tokens": 4096, **(serving or {})})
-        engine = AsyncEngine(model, parallel=ParallelConfig(tp=2), replicas=replicas, executor="threads", serving=config)
+        engine = AsyncEngine(model, parallel=ParallelConfig(tp=2), executor="threads", serving=config, sampling=sampling)
         async with HttpServer(engine, HttpSettings(port=0, **settings)) as server, engine:
             ready.set_result((server, asyncio.get_running_loop()))
             await over.wait()
