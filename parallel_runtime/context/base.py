@@ -1,7 +1,7 @@
 """What a context tells of itself and of its rank, and how its ranks agree; its subclass opens and closes it."""
 
 import os
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from enum import StrEnum
@@ -19,9 +19,11 @@ from parallel_runtime.config.parallel_config import ParallelConfig
 from parallel_runtime.config.plan import Plan
 from parallel_runtime.context.agreement import Agreement
 from parallel_runtime.context.capture import CudaGraphs, GraphCapture, GraphDevice, capture_members
+from parallel_runtime.context.connectors import Connection
 from parallel_runtime.context.groups import GroupTable
 from parallel_runtime.context.meeting import Meeting
 from parallel_runtime.context.monitor import Monitor
+from parallel_runtime.context.seeing import Seeing
 from parallel_runtime.errors import ArgumentError, ContextStateError
 from parallel_runtime.terms import GROUP_NAMES, Rank
 from parallel_runtime.topology.hosts import Hosts
@@ -39,10 +41,11 @@ class ContextState(StrEnum):
     CLOSED = "closed"
 
 
-class ContextBase(ABC):
+class ContextBase(Seeing):
     """The part of a ``ParallelContext`` that opens and closes nothing."""
 
     def __init__(self, config: ParallelConfig, identity: Identity | None, store: Store | None, hub: LocalHub | None) -> None:
+        super().__init__()
         self._config = config
         self._identity = identity
         self._store = store
@@ -339,6 +342,13 @@ class ContextBase(ABC):
     @abstractmethod
     def _is_under_closed_parent(self) -> bool:
         """Whether it closed with the context that it is a child of."""
+
+    def _place(self) -> str:
+        axes = (axis for axis in ("tp", "cp", "dp", "pp") if getattr(self._config, axis) > 1)
+        return " ".join((*(f"{axis}={getattr(self.coordinate, axis)}" for axis in axes), f"on {self.host}"))
+
+    def _connections(self) -> Mapping[tuple[Rank, ...], Connection]:
+        return {} if self._table is None else self._table.connections
 
     def _control_s(self, timeout_s: float | None) -> float:
         return self._config.deadlines.control_s if timeout_s is None else check_seconds(timeout_s, "timeout_s")

@@ -356,6 +356,7 @@ class ParallelContext(ContextBase):
         if self._meeting is not None and self._hub is None and is_new:
             self._meeting.note_opened(ranks)
             self._opened.append(ranks)
+        self._follow(ranks, connection)
 
     def _reach(self, stage: Stage) -> None:
         if self._probe is not None:

@@ -1,0 +1,109 @@
+"""The part of a context through which one sees what its groups do: counts, and traces."""
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from time import perf_counter
+
+from parallel_runtime.comm.coordinator import GroupCoordinator
+from parallel_runtime.context.connectors import Connection
+from parallel_runtime.context.statistics import OperationCounter, Statistics
+from parallel_runtime.context.trace import Recording
+from parallel_runtime.errors import ContextStateError
+from parallel_runtime.terms import Rank
+
+__all__ = ["Seeing"]
+
+
+class Seeing(ABC):
+    """What a ``ParallelContext`` tells of the operations of its groups."""
+
+    def __init__(self) -> None:
+        self._counter: OperationCounter | None = None
+        self._recording: Recording | None = None
+
+    def start_stats(self) -> None:
+        """Count this rank's operations from now on; what was counted before is forgotten.
+
+        Counting costs every operation half a microsecond, so it begins when it is asked for.
+
+        Raises:
+            ContextStateError: The context is not open, or was opened by another process.
+        """
+        self._check_open()
+        if self._counter is not None:
+            self._counter.stop()
+        self._counter = OperationCounter(perf_counter())
+        self._follow_all(self._counter)
+
+    def stats(self) -> Statistics:
+        """What this rank's groups did since ``start_stats``. Communicates nothing.
+
+        Returns:
+            Calls, bytes, seconds and the share of waiting per group and operation; it no longer changes.
+
+        Raises:
+            ContextStateError: ``start_stats`` was not called, or the context is not open.
+        """
+        self._check_open()
+        if self._counter is None:
+            raise ContextStateError("nothing was counted: call `context.start_stats()` before what stats() is to tell of")
+        return self._counter.read(self.world.rank, perf_counter())
+
+    @contextmanager
+    def trace(self, path: str | os.PathLike[str]) -> Iterator[Recording]:
+        """Record what all ranks do in a block, and write it as one file for Perfetto or ``chrome://tracing``.
+
+        A block that ends by an exception writes nothing and communicates nothing.
+
+        Args:
+            path: Where the world's first rank writes; other ranks write nothing.
+
+        Yields:
+            Takes further stretches of this rank: ``with trace.span("sampling"): ...``.
+
+        Raises:
+            ContextStateError: The context is not open, or records already.
+            OSError: The file cannot be written; on the first rank alone.
+            PeerError: A rank failed or left.
+
+        Collective: all ranks, at the same point of their programs; its end measures their clocks and sends all parts to the first.
+        """
+        self._check_open()
+        if self._recording is not None:
+            raise ContextStateError("this context records a trace already; end that block before the next one")
+        recording = self._recording = Recording(self._place(), path)
+        try:
+            self._follow_all(recording)
+            yield recording
+        finally:
+            recording.stop()
+            self._recording = None
+        recording.finish(self.world)
+
+    @property
+    @abstractmethod
+    def world(self) -> GroupCoordinator:
+        """All ranks."""
+
+    @abstractmethod
+    def _check_open(self) -> None: ...
+
+    @abstractmethod
+    def _place(self) -> str:
+        """Where this rank is, for people."""
+
+    @abstractmethod
+    def _connections(self) -> Mapping[tuple[Rank, ...], Connection]:
+        """What its groups move their data with, by world ranks in group order."""
+
+    def _follow_all(self, follower: OperationCounter | Recording) -> None:
+        for ranks, connection in self._connections().items():
+            follower.follow(ranks, connection)
+
+    def _follow(self, ranks: tuple[Rank, ...], connection: Connection) -> None:
+        """Include a connection that was opened just now."""
+        for follower in (self._counter, self._recording):
+            if follower is not None:
+                follower.follow(ranks, connection)
