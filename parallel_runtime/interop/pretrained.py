@@ -17,7 +17,8 @@ def shard_pretrained(model: _Model, ctx: ParallelContext) -> _Model:
     """Shard a model over ``ctx.tp`` the way its authors planned it.
 
     The same as ``from_pretrained(..., distributed_config=DistributedConfig(tp_plan="auto"))``, which would make a default process
-    group. Each rank loads the whole model first and keeps its shards.
+    group. Each rank loads the whole model first and keeps its shards. Ranks that are threads load one after another:
+    ``from_pretrained`` patches its own classes while it runs.
 
     Args:
         model: From ``from_pretrained``, equal on every rank.

@@ -30,9 +30,10 @@ def test_it_says_what_the_whole_model_says(tmp_path: Path, config: object) -> No
     logits.pow(2).mean().backward()
     wanted = whole.get_parameter("model.layers.0.self_attn.q_proj.weight").grad
     assert wanted is not None
+    loaded = [_load(folder) for _ in range(4)]  # here, one after another: from_pretrained patches transformers while it runs
 
     def body(ctx: ParallelContext) -> None:
-        model = shard_pretrained(_load(folder), ctx)
+        model = shard_pretrained(loaded[ctx.rank], ctx)
         query = model.get_parameter("model.layers.0.self_attn.q_proj.weight")
         assert isinstance(query, DTensor)
         assert query.to_local().shape[0] == query.shape[0] // ctx.tp.world_size
