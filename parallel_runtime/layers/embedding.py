@@ -89,7 +89,7 @@ class VocabParallelEmbedding(_VocabularyShard):
 
         Raises:
             ArgumentError: An id is outside the vocabulary; raised on every member, before anything is sent. Looking costs a
-                synchronisation where ids are on a GPU, and is left out under ``torch.compile``.
+                synchronisation where ids are on a GPU, and is left out under ``torch.compile`` and in graphs.
 
         Collective: one all_reduce of the result; all members, same order.
         """
@@ -105,7 +105,7 @@ class VocabParallelEmbedding(_VocabularyShard):
         """Nothing: rows are looked up in the plain form."""
 
     def _check(self, ids_T: Tensor) -> None:
-        if is_dynamo_compiling() or ids_T.numel() == 0:
+        if is_dynamo_compiling() or ids_T.numel() == 0 or (ids_T.is_cuda and torch.cuda.is_current_stream_capturing()):
             return
         least, most = (int(bound) for bound in ids_T.aminmax())
         if least < 0 or most >= self.vocab_size:

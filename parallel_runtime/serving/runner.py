@@ -3,17 +3,20 @@
 Legend: T tokens of a batch, S rows whose next token is wanted, D hidden size.
 """
 
+from collections.abc import Sequence
 from typing import final
 
 import torch
 from torch import Tensor
 
+from parallel_runtime.context.capture import GraphCapture
 from parallel_runtime.errors import ArgumentError
 from parallel_runtime.layers.attention import Attention
 from parallel_runtime.models.causal_lm import CausalLM
 from parallel_runtime.serving.batch import Batch
 from parallel_runtime.serving.context_cache import context_step
 from parallel_runtime.serving.context_groups import ContextGroups
+from parallel_runtime.serving.graphs import DecodeGraphs
 from parallel_runtime.serving.kv_cache import PagedKvCache
 from parallel_runtime.serving.messages import Sampled
 from parallel_runtime.serving.sampling import TokenSampler
@@ -38,6 +41,7 @@ class ModelRunner:
         self._context = None if context is None or context.is_alone else context
         self._rows_per_block = rows_per_block(page_size, parts=context.dcp.world_size if context else 1)
         self._cache: PagedKvCache | None = None
+        self._graphs: DecodeGraphs | None = None
 
     @property
     def block_bytes(self) -> int:
@@ -46,23 +50,55 @@ class ModelRunner:
         per_token = 2 * len(model.layers) * model.num_kv_heads * model.head_dim * model.dtype.itemsize
         return per_token * self._rows_per_block
 
-    def open_cache(self, num_blocks: int, *, device: torch.device | None = None) -> None:
+    @property
+    def can_capture(self) -> bool:
+        """Whether its decode steps need no CPU between the layers: not with experts, nor with sequences that are cut."""
+        return self._context is None and self.model.config.mixture is None
+
+    def open_cache(self, num_blocks: int, *, device: torch.device | None = None, for_graphs: bool = False) -> None:
         """Make the KV cache; what an earlier one held is gone.
 
         Args:
             num_blocks: Blocks, equal on every rank of the replica.
             device: Of the model.
+            for_graphs: Whether ``capture_decodes`` follows, which needs one more block.
         """
+        self.close()
         model = self.model
         self._cache = PagedKvCache(
             num_layers=len(model.layers),
             num_kv_heads=model.num_kv_heads,
             head_dim=model.head_dim,
-            num_blocks=num_blocks,
+            num_blocks=num_blocks + for_graphs,
             page_size=self._rows_per_block,
             dtype=model.dtype,
             device=device,
         )
+
+    @torch.inference_mode()
+    def capture_decodes(self, sizes: Sequence[tuple[int, int]], capture: GraphCapture) -> None:
+        """Capture steps of one new token per request; ``forward`` replays them from then on, where a batch fits into one.
+
+        Args:
+            sizes: Batch size and length of each, as from ``graph_sizes``; equal on every rank that captures.
+            capture: The block to capture in; its graphs are this runner's.
+
+        Raises:
+            ArgumentError: There is no KV cache with a block for graphs, the model has experts, or sequences are cut.
+
+        Collective: those of ``CausalLM.forward``, twice for each graph; same order on every rank.
+        """
+        if self._cache is None or self._cache.num_blocks < 2:
+            raise ArgumentError("capture_decodes needs a KV cache with a block of its own; call open_cache(..., for_graphs=True)")
+        if not self.can_capture:
+            raise ArgumentError("models with experts, and sequences that are cut over ranks, have no decode graphs")
+        self._graphs = DecodeGraphs(self.model, self._cache, sizes=sizes, capture=capture)
+
+    def close(self) -> None:
+        """Give back the graphs, if any were captured; ``forward`` goes on without. Twice is nothing."""
+        if self._graphs is not None:
+            self._graphs.close()
+        self._graphs = None
 
     @torch.inference_mode()
     def forward(self, batch: Batch, hidden_TD: Tensor | None = None) -> Tensor:
@@ -84,6 +120,9 @@ class ModelRunner:
             raise ArgumentError("a runner needs its KV cache before a forward; call open_cache first")
         if (hidden_TD is None) != self.model.is_first_stage:
             raise ArgumentError("the first stage takes tokens and every other one the hidden states of the stage before")
+        size = None if self._graphs is None else self._graphs.choose(batch)
+        if self._graphs is not None and size is not None:
+            return self._graphs.run(size, batch, hidden_TD)
         own, step = self._bind(batch, self._cache)
         device = self._cache.keys.device
         positions = [position for chunk in own.chunks for position in range(chunk.start, chunk.length)]

@@ -18,6 +18,7 @@ from parallel_runtime.config import ModelShape
 from parallel_runtime.config.checks import check_kept_heads
 from parallel_runtime.config.parallel_config import ParallelConfig
 from parallel_runtime.context import ParallelContext
+from parallel_runtime.context.capture import GraphDevice
 from parallel_runtime.errors import ArgumentError, ConfigError, ContextStateError
 from parallel_runtime.layers import ExpertGroups
 from parallel_runtime.models.causal_lm import CausalLM, load_model
@@ -27,6 +28,7 @@ from parallel_runtime.serving.batch import Batch
 from parallel_runtime.serving.blocks import blocks_for
 from parallel_runtime.serving.context_groups import ContextGroups
 from parallel_runtime.serving.controls import RankProfile
+from parallel_runtime.serving.graphs import graph_sizes
 from parallel_runtime.serving.lockstep import needs_lockstep
 from parallel_runtime.serving.memory import available_bytes
 from parallel_runtime.serving.messages import Sampled
@@ -70,6 +72,7 @@ class TpModelWorker:
         ctx: Open context of this rank. Borrowed.
         model: ``"smollm2"``, a GGUF file or a directory with ``config.json`` and safetensors.
         config: How to serve; equal on every rank.
+        graphs: What captures decode steps; by default CUDA's own graphs on CUDA, and nothing elsewhere.
 
     Attributes:
         replica: Group of the ranks of this replica. Groups of different replicas never wait for each other.
@@ -87,11 +90,19 @@ class TpModelWorker:
     Collective: opening the replica's group, then two small messages over it; all of its ranks.
     """
 
-    def __init__(self, ctx: ParallelContext, *, model: str | Path, config: ServingConfig | None = None) -> None:
+    def __init__(
+        self,
+        ctx: ParallelContext,
+        *,
+        model: str | Path,
+        config: ServingConfig | None = None,
+        graphs: GraphDevice | None = None,
+    ) -> None:
         config = config or ServingConfig()
         self._ctx = ctx
         self.replica: GroupCoordinator = ctx.open_group("tp", "cp", "pp")
         self._config = config
+        self._graphs = graphs
         self.timeline = Timeline(rank=ctx.rank, stage=ctx.pp.rank_in_group)
         with open_checkpoint(model) as checkpoint:
             check_servable(ctx.config, checkpoint.config.shape)
@@ -102,7 +113,7 @@ class TpModelWorker:
         self._runner: ModelRunner | None = self._make_runner()
         self.vocab_size = self.weights.config.vocab_size
         self.limits = self._agree_limits(config, self.weights.config.max_positions)
-        self.runner.open_cache(self.limits.num_blocks, device=ctx.device)
+        self._open_cache()
         self.seed = self._agree_seed(config.seed)
         self._done: deque[Sampled] = deque()
         self._tokens = self._open_tokens()
@@ -145,7 +156,7 @@ class TpModelWorker:
         Collective: as ``ModelWeights.sleep``, and a barrier: the memory of all ranks is free once it returns.
         """
         self.weights.sleep()
-        self._runner = None
+        self._drop_runner()
         self.replica.barrier()
 
     def wake(self) -> None:
@@ -294,9 +305,25 @@ class TpModelWorker:
 
     def _open_runner(self) -> None:
         """Begin with an empty KV cache; an earlier one is given back first."""
-        self._runner = None
+        self._drop_runner()
         self._runner = self._make_runner()
-        self._runner.open_cache(self.limits.num_blocks, device=self._ctx.device)
+        self._open_cache()
+
+    def _drop_runner(self) -> None:
+        if self._runner is not None:
+            self._runner.close()
+        self._runner = None
+
+    def _open_cache(self) -> None:
+        """Make the KV cache, and the graphs that work on it where there are any."""
+        runner, limits, graphs = self.runner, self.limits, self._graphs
+        can_capture = (
+            runner.can_capture and self._config.decode_graphs and (graphs is not None or self._ctx.device.type == "cuda")
+        )
+        runner.open_cache(limits.num_blocks, device=self._ctx.device, for_graphs=can_capture)
+        if can_capture:
+            with self._ctx.graph_capture(group=self.replica, graphs=graphs) as capture:
+                runner.capture_decodes(graph_sizes(limits.max_batch_requests, limits.max_request_tokens), capture)
 
     def _agree_limits(self, config: ServingConfig, context_length: int) -> PolicyLimits:
         longest = min(config.max_request_tokens or context_length, context_length)
