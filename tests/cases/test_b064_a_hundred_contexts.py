@@ -63,7 +63,7 @@ def test_b064_a_hundred_contexts_in_processes() -> None:
 def test_b064_a_hundred_contexts_in_threads() -> None:
     for first, _, last in run_threads(hundred, CONFIG, "local", timeout_s=50):
         assert last["keys"] == first["keys"]
-        assert last["threads"] == first["threads"]
+        assert last["threads"] <= first["threads"]  # threads of earlier tests may still have been ending
 
 
 def count_closes(ctx: ParallelContext) -> tuple[int, float]:
