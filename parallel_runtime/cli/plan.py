@@ -1,20 +1,17 @@
 """``parallel-runtime plan``: look at a world, or at what changes between two, before anything starts."""
 
 import argparse
+import json
 import sys
-from collections.abc import Iterable
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, final
-
-from rich.console import Console, ConsoleOptions, RenderResult
-from rich.measure import Measurement
-from rich.table import Table as RichTable
-from rich.text import Text
+from typing import Any
 
 from parallel_runtime.cli.sizes import add_size_options, config_from_options, parse_hosts, plan_from_text
+from parallel_runtime.cli.tables import show_tables
 from parallel_runtime.config.plan import Plan
 from parallel_runtime.config.plan_diff import Difference
-from parallel_runtime.config.plan_text import Table, render_tables
+from parallel_runtime.config.plan_text import Table
 from parallel_runtime.errors import ConfigError
 
 __all__ = ["add_plan"]
@@ -53,7 +50,7 @@ def add_plan(commands: "argparse._SubParsersAction[Any]") -> None:
     )
     parser.add_argument("--hosts", metavar="HOSTS", help="number of hosts of equal size, or a host name for each rank: a,a,b,b")
     parser.add_argument("--rank", type=int, metavar="R", help="show one rank instead of the world")
-    parser.add_argument("--json", action="store_true", help="print the plan as JSON")
+    parser.add_argument("--json", action="store_true", help="print the plan, or the differences, as JSON")
     parser.add_argument("--svg", type=Path, metavar="FILE", help="also draw the plan into FILE")
     parser.add_argument("--png", type=Path, metavar="FILE", help="the same as PNG; needs matplotlib")
     add_size_options(parser)
@@ -72,7 +69,8 @@ def _run(options: argparse.Namespace) -> int:
             plan = plan_from_text(text, hosts=parse_hosts(options.hosts))
         case [before, "diff", after]:
             hosts = parse_hosts(options.hosts)
-            _show_differences(plan_from_text(before, hosts=hosts).diff(plan_from_text(after, hosts=hosts)))
+            differences = plan_from_text(before, hosts=hosts).diff(plan_from_text(after, hosts=hosts))
+            _show_differences(differences, as_json=options.json)
             return 0
         case _:
             raise ConfigError(f"cannot read {' '.join(options.operands)!r}; write PLAN, or PLAN diff PLAN")
@@ -83,9 +81,9 @@ def _run(options: argparse.Namespace) -> int:
     if options.json:
         sys.stdout.write(f"{plan.to_json()}\n")
     elif options.rank is not None:
-        _show(_rank_headline(plan, options.rank), [_rank_table(plan, options.rank)])
+        show_tables(_rank_headline(plan, options.rank), [_rank_table(plan, options.rank)])
     else:
-        _show(plan.headline, plan.tables())
+        show_tables(plan.headline, plan.tables())
     return 0
 
 
@@ -96,12 +94,15 @@ def _check_files(options: argparse.Namespace) -> None:
             raise ConfigError(f"--{kind} {path}: this option writes {kind.upper()}; name the file {path.with_suffix(f'.{kind}')}")
 
 
-def _show_differences(differences: tuple[Difference, ...]) -> None:
+def _show_differences(differences: tuple[Difference, ...], *, as_json: bool) -> None:
+    if as_json:
+        sys.stdout.write(f"{json.dumps([asdict(difference) for difference in differences], indent=2)}\n")
+        return
     if not differences:
         sys.stdout.write("The plans are equal.\n")
         return
     rows = tuple((difference.what, difference.before, difference.after) for difference in differences)
-    _show(
+    show_tables(
         f"{len(rows)} difference{'' if len(rows) == 1 else 's'}",
         [Table(title="Differences", header=("what", "before", "after"), rows=rows)],
     )
@@ -128,44 +129,3 @@ def _rank_table(plan: Plan, rank: int) -> Table:
         for group in plan.for_rank(rank).groups
     )
     return Table(title="Groups", header=("group", "ranks", "crosses hosts", "opens", "why"), rows=rows)
-
-
-def _show(headline: str, tables: Iterable[Table]) -> None:
-    console = Console()
-    if not console.is_terminal:
-        sys.stdout.write(f"{headline}\n\n{render_tables(tables)}")
-        return
-    console.print(headline, style="bold", highlight=False, markup=False)
-    for table in tables:
-        console.print(_as_rich(table))
-
-
-def _as_rich(table: Table) -> RichTable:
-    rich = RichTable(title=table.title, caption=table.note or None, title_justify="left", caption_justify="left")
-    for name in table.header:
-        rich.add_column(name, overflow="fold")
-    for row in table.rows:
-        rich.add_row(*(_Groups(cell) if name == "members" else Text(cell) for name, cell in zip(table.header, row, strict=True)))
-    return rich
-
-
-@final
-class _Groups:
-    """A cell that lists groups, broken between two of them and never inside one."""
-
-    def __init__(self, text: str) -> None:
-        groups = text.split("; ")
-        self._parts = [f"{group};" for group in groups[:-1]] + groups[-1:]
-
-    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
-        return Measurement(max(map(len, self._parts)), len(" ".join(self._parts)))
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        line = ""
-        for part in self._parts:
-            if line and len(line) + 1 + len(part) > options.max_width:
-                yield Text(line)
-                line = part
-            else:
-                line = f"{line} {part}".strip()
-        yield Text(line)

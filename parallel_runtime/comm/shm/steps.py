@@ -224,7 +224,7 @@ class Steps:
     def _wait(self, peer: int, floor: int, peers: tuple[int, ...]) -> int:
         words, flags, flag = self._words, self._flags, self._flags[peer]
         hand_over = self._waiter.hand_over if self._waiter.is_crowded else None
-        for _ in range(self._waiter.looks):  # as the waiter does, without calls
+        for _ in range(0 if self._waiter.is_timed else self._waiter.looks):  # as the waiter does, without calls
             if words[flag] >= floor:
                 return int(words[flag])
             if hand_over is not None:

@@ -251,6 +251,11 @@ class Waiter:
         self.owner: Final = object()
         self.traffic: Traffic | None = None
 
+    @property
+    def is_timed(self) -> bool:
+        """Whether somebody wants to know how long waits take."""
+        return self.traffic is not None and bool(self.traffic.recorder.observers)
+
     def until(self, ready: Callable[[], bool], timeout_s: float, missing: Callable[[], list[int]]) -> None:
         """Return as soon as ``ready`` says so.
 
@@ -264,14 +269,12 @@ class Waiter:
             PeerLostError: One of ``missing`` is gone.
             PeerError: As the diagnostician says.
         """
-        if self.traffic is None or not self.traffic.recorder.observers:
-            self._until(ready, timeout_s, missing)
-            return
         start = perf_counter()
         try:
             self._until(ready, timeout_s, missing)
         finally:
-            self.traffic.recorder.add_wait(perf_counter() - start)
+            if self.is_timed and self.traffic is not None:
+                self.traffic.recorder.add_wait(perf_counter() - start)
 
     def _until(self, ready: Callable[[], bool], timeout_s: float, missing: Callable[[], list[int]]) -> None:
         if self._look(ready):
