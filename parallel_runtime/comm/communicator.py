@@ -186,6 +186,16 @@ class Communicator(ABC):
         del shape, dtype, timeout_s
         return None
 
+    def symmetric_views(self, tensor: Tensor) -> tuple[Tensor, ...] | None:
+        """Every member's counterpart of a part of a symmetric tensor, to be read by this one; ``None`` where it cannot. Local."""
+        del tensor
+        return None
+
+    def publish(self, tensor: Tensor, timeout_s: float) -> None:
+        """Return once what every member has written to its counterpart of ``tensor`` can be read by all."""
+        del tensor
+        self.barrier(timeout_s)
+
     @property
     def is_capturable(self) -> bool:
         """Whether its collectives on tensors may become part of a device graph. Not where the CPU takes part in them."""

@@ -255,6 +255,41 @@ class GroupCoordinator(CollectiveCalls, MessageCalls):
         tensor = core.run_agreed("symmetric_empty", None, (dtype, size), core.communicator.symmetric_empty, size, dtype, limit_s)
         return torch.empty(size, dtype=dtype, device=core.spec.device) if tensor is None else tensor
 
+    def symmetric_views(self, tensor: Tensor) -> tuple[Tensor, ...] | None:
+        """What the members have where this one has ``tensor``, to be read without an operation. Local.
+
+        A member reads a part only after a ``publish`` that followed its writing, and writes to its own only after a later
+        operation of the group that all readers entered when they were done: two tensors used in turn need no other one.
+
+        Args:
+            tensor: Contiguous part of a tensor from ``symmetric_empty``; not empty.
+
+        Returns:
+            Its counterparts in group order, this member's own among them, while the group is open; ``None`` on all members where
+            memory of other members cannot be read, or for another tensor.
+
+        Raises:
+            ContextStateError: The group is closed, or belongs to another process.
+        """
+        self._core.check_usable("symmetric_views")
+        return self._core.communicator.symmetric_views(tensor)
+
+    def publish(self, tensor: Tensor, *, timeout_s: float | None = None) -> None:
+        """Return once what every member has written to its counterpart of ``tensor`` can be read through ``symmetric_views``.
+
+        Args:
+            tensor: Part of a tensor from ``symmetric_empty``, the same on every member.
+            timeout_s: Deadline in seconds.
+
+        Raises:
+            ArgumentError: ``timeout_s`` is not positive.
+
+        Collective: one step without data; all members, same order.
+        """
+        core = self._core
+        limit_s = core.deadline(timeout_s, core.collective_s)
+        core.run_agreed("publish", tensor, (tensor.dtype, tuple(tensor.shape)), core.communicator.publish, tensor, limit_s)
+
     @contextmanager
     def capturing(self, is_recording: Callable[[], bool]) -> Iterator[None]:
         """Take part in a capture of graphs while the block lasts; for ``ParallelContext.graph_capture``. Local.

@@ -271,6 +271,12 @@ class _Trap(Communicator):
     def symmetric_empty(self, shape: Sequence[int], dtype: torch.dtype, timeout_s: float) -> Tensor | None:
         return self._count().symmetric_empty(shape, dtype, timeout_s)
 
+    def symmetric_views(self, tensor: Tensor) -> tuple[Tensor, ...] | None:
+        return self._inner.symmetric_views(tensor)
+
+    def publish(self, tensor: Tensor, timeout_s: float) -> None:
+        self._count().publish(tensor, timeout_s)
+
     def end_vain_wait(self) -> None:
         self._inner.end_vain_wait()
 

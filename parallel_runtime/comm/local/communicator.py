@@ -49,6 +49,7 @@ class LocalCommunicator(Communicator):
         self._meeting = hub.join(key, table)
         self._entered = 0
         self._tickets: dict[tuple[int, int, int], int] = {}
+        self._symmetric: list[tuple[Tensor, ...]] = []
 
     def supports(self, operation: Operation, dtype: torch.dtype, nbytes: int) -> bool:
         """Everything."""
@@ -133,6 +134,26 @@ class LocalCommunicator(Communicator):
         ticket = self._ticket(src, self.rank_in_group, tag)
         return _Receiving(self, tensor, (src, self.rank_in_group, tag, ticket))
 
+    def symmetric_empty(self, shape: Sequence[int], dtype: torch.dtype, timeout_s: float) -> Tensor:
+        """Any tensor, made known to all members."""
+        mine = torch.empty(tuple(shape), dtype=dtype)
+        rows = self._exchange(f"symmetric_empty {_text(mine)}", [mine], timeout_s, copies=False)
+        self._symmetric.append(tuple(row[0] for row in rows))
+        return mine
+
+    def symmetric_views(self, tensor: Tensor) -> tuple[Tensor, ...] | None:
+        """The same elements of every member's tensor."""
+        for whole in self._symmetric:
+            mine = whole[self.rank_in_group]
+            first = (tensor.data_ptr() - mine.data_ptr()) // mine.itemsize
+            if 0 <= first <= mine.numel() - tensor.numel():
+                return tuple(part.flatten()[first : first + tensor.numel()].view(tensor.shape) for part in whole)
+        return None
+
+    def publish(self, tensor: Tensor, timeout_s: float) -> None:
+        """Waits for every member."""
+        self._exchange(f"publish {_text(tensor)}", [], timeout_s)
+
     def close(self) -> None:
         """Tell the waiting members that this one has left the group."""
         self._hub.part(self._key, self._rank)
@@ -147,7 +168,7 @@ class LocalCommunicator(Communicator):
         return ticket
 
     def _exchange(
-        self, what: str, tensors: list[Tensor], timeout_s: float, room: Sequence[Tensor] | None = None
+        self, what: str, tensors: list[Tensor], timeout_s: float, room: Sequence[Tensor] | None = None, *, copies: bool = True
     ) -> list[list[Tensor]]:
         """Enter the next collective of the group and return what every member brought.
 
@@ -156,12 +177,13 @@ class LocalCommunicator(Communicator):
             tensors: What this one brings.
             timeout_s: Deadline in seconds.
             room: Where the members bring one tensor for each, what this one takes from each.
+            copies: Hand over copies of the tensors, and not these themselves.
 
         Raises:
             PeerError: It cannot take place; the same kind on every member that enters it.
         """
         hub, meeting = self._hub, self._meeting
-        brought = [tensor.clone() for tensor in tensors]
+        brought = [tensor.clone() for tensor in tensors] if copies else tensors
         with hub.changed:
             hub.point(self._rank, f"{what}{self._of_group()}")
             index = self._entered

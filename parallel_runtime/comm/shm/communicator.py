@@ -298,6 +298,16 @@ class ShmCommunicator(Communicator):
         self._plans.clear()  # one of them may stand for an ordinary tensor that lay where the buffer lies now
         return buffer.tensor(tuple(shape), dtype)
 
+    def symmetric_views(self, tensor: Tensor) -> tuple[Tensor, ...] | None:
+        """The same elements of every member's part of the allocation."""
+        views = (buffer.tensors(tensor) for buffer in self._open().planner.buffers)
+        return next((found for found in views if found is not None), None)
+
+    def publish(self, tensor: Tensor, timeout_s: float) -> None:
+        """Wait until every member is here; its stores come before."""
+        key = ("publish", tensor.numel(), tensor.dtype)
+        self._run(self._plans.get(key) or self._plan(key, Planner.publish, tensor), timeout_s)
+
     def close(self) -> None:
         """Leave: peers that wait for this member learn it at once. Memory goes with the last tensor that lies in it.
 

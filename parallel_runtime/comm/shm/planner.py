@@ -196,6 +196,10 @@ class Planner:
         """Plan a step without data."""
         return Transfer("barrier()", piece_bytes=1, nbytes=0, peers=self._steps.peers)
 
+    def publish(self, tensor: Tensor) -> Plan:
+        """Plan a step without data behind what the members have written to symmetric memory."""
+        return Transfer(f"publish({_what(tensor)})", piece_bytes=1, nbytes=0, peers=self._steps.peers)
+
     def forget(self) -> None:
         """Drop the views of slots that plans share."""
         self._slots.clear()

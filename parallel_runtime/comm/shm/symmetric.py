@@ -48,6 +48,16 @@ class SymmetricBuffer:
         offset = self._rank * self._part_bytes
         return torch.frombuffer(self._memory, dtype=dtype, count=count, offset=offset).view(shape)
 
+    def tensors(self, like: Tensor) -> tuple[Tensor, ...] | None:
+        """Every member's counterpart of a contiguous tensor in this member's part; ``None`` where it does not lie there."""
+        offset = self.offset(like)
+        if offset is None or not like.numel():
+            return None
+        return tuple(
+            torch.frombuffer(self._memory, dtype=like.dtype, count=like.numel(), offset=start + offset).view(like.shape)
+            for start in range(0, self._part_bytes * len(self._parts), self._part_bytes)
+        )
+
     def offset(self, tensor: Tensor) -> int | None:
         """Where in this member's part ``tensor`` lies; ``None`` where it does not."""
         offset = tensor.data_ptr() - self.start

@@ -111,6 +111,34 @@ def test_symmetric_tensors_give_the_same_results_everywhere(world: World) -> Non
     world(2, body)
 
 
+def test_published_parts_of_symmetric_tensors_are_read_in_place(world: World) -> None:
+    def body(group: GroupCoordinator) -> bool:
+        turns = [group.symmetric_empty((6, 5)), group.symmetric_empty((6, 5))]
+        views = [group.symmetric_views(turn[2:4]) for turn in turns]
+        for step in range(20):
+            mine, theirs = turns[step % 2][2:4], views[step % 2]
+            if theirs is None:
+                continue
+            mine.fill_(step + 100 * group.rank_in_group)
+            group.publish(mine)
+            assert [part.tolist() for part in theirs] == [[[step + 100.0 * member] * 5] * 2 for member in range(2)]
+        assert group.symmetric_views(torch.empty(4)) is None
+        return views[0] is not None
+
+    can_read = world(2, body)
+    assert can_read == [world.kind != "gloo"] * 2
+
+
+def test_different_parts_are_not_published_together() -> None:
+    def body(group: GroupCoordinator) -> None:
+        mine = group.symmetric_empty((4, 4))
+        with pytest.raises(CollectiveMismatchError, match="publish"):
+            group.publish(mine[: 1 + group.rank_in_group])
+
+    for kind in ("local", "shm"):
+        World(kind)(2, body)
+
+
 def test_lists_and_roots(world: World) -> None:
     def body(group: GroupCoordinator) -> None:
         pg, rank = group.process_group, group.rank_in_group
