@@ -56,7 +56,8 @@ def partial_attention(q_NKRd: Tensor, keys_NKSd: Tensor, values_NKSd: Tensor, ma
     if q_NKRd.device.type != "cpu":
         return plain_attention(q_NKRd, keys_NKSd, values_NKSd, mask)
     attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-    return _without_blind(*attend(q_NKRd, keys_NKSd, values_NKSd, attn_mask=mask.added), mask)
+    out_NKRd, weight_NKR = attend(q_NKRd, keys_NKSd, values_NKSd, attn_mask=mask.added)
+    return _without_blind(out_NKRd, weight_NKR, mask)
 
 
 def plain_attention(q_NKRd: Tensor, keys_NKSd: Tensor, values_NKSd: Tensor, mask: KeyMask) -> tuple[Tensor, Tensor]:

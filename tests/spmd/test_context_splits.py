@@ -55,7 +55,7 @@ def run(parallel: ParallelConfig, folder: Path, dtype: torch.dtype = torch.float
             cp, known = first.setdefault((place.dp, prompt, at), (place.cp, row))
             assert cp == place.cp, f"{parallel}: two cp ranks computed token {at} of prompt {prompt}"
             assert torch.equal(row, known), f"{parallel}: rank {rank} differs from its tp group"
-    found = {}
+    found: dict[int, Tensor] = {}
     for dp in range(parallel.dp):
         for prompt in prompts_of(dp):
             rows = torch.stack([first[dp, prompt, at][1] for at in range(len(PROMPTS[prompt]))])

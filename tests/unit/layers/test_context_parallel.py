@@ -35,7 +35,7 @@ def test_the_kernel_and_plain_arithmetic_agree(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     N, K, R, S, d = 3, 2, 5, 9, 16
     q_NKRd, kv_NSLd = torch.randn(N, K, R, d).to(dtype), torch.randn(N, S, 2 * K, d).to(dtype)
-    keys, values = kv_NSLd.transpose(1, 2).split(K, dim=1)
+    keys, values = kv_NSLd.transpose(1, 2).chunk(2, dim=1)
     visible_NRS = torch.rand(N, R, S) < 0.5
     visible_NRS[1, 2] = False
     mask = KeyMask.of(visible_NRS, dtype)
