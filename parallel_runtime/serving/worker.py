@@ -87,7 +87,8 @@ class TpModelWorker:
         CheckpointError: There is no such model, or it cannot be read.
         ConfigError: The model cannot be split like this, ``check_servable`` refuses, or not one block of KV cache fits.
 
-    Collective: opening the replica's group, then two small messages over it; all of its ranks.
+    Collective: opening the replica's group, then two small messages over it, and capturing where there are decode graphs; all
+        of its ranks.
     """
 
     def __init__(
@@ -142,6 +143,9 @@ class TpModelWorker:
 
         Raises:
             ContextStateError: There are no new weights.
+            PeerError: A rank failed or left while graphs were captured.
+
+        Collective: nothing; capturing where there are decode graphs, on all ranks of the replica.
         """
         self.weights.swap(version)
         self._open_runner()
@@ -166,7 +170,7 @@ class TpModelWorker:
             PeerFailedError: Some rank could not read its weights. All sleep on.
             PeerError: A rank failed or left.
 
-        Collective: as ``ModelWeights.wake``.
+        Collective: as ``ModelWeights.wake``, and capturing where there are decode graphs.
         """
         if self._runner is None:
             self.weights.wake()
