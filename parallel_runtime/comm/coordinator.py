@@ -357,7 +357,7 @@ class GroupCoordinator(CollectiveCalls, MessageCalls):
             return 0
         dropped = self._outbox.settle(grace_s)
         if dropped:
-            _logger.warning("group %s dropped %d sends that no receiver had confirmed after %g s", self.name, dropped, grace_s)
+            _logger.warning("group %s dropped %d sends that no receiver had confirmed in time", self.name, dropped)
         return dropped
 
     def close(self, *, grace_s: float = 0.0) -> int:

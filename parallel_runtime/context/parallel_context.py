@@ -9,6 +9,7 @@ from typing import Self, final
 from parallel_runtime.comm.c10d import Store, adopted, wrap
 from parallel_runtime.comm.coordinator import GroupCoordinator
 from parallel_runtime.comm.local import LocalHub
+from parallel_runtime.comm.outbox import Clock
 from parallel_runtime.comm.shm import Errands
 from parallel_runtime.config.environment import Identity, current_environ, detect
 from parallel_runtime.config.parallel_config import ParallelConfig
@@ -42,9 +43,9 @@ class ParallelContext(ContextBase):
     rank's groups: its members alone open a group, equal groups share one connection, and a group of one opens nothing. No default
     process group of torch is made or used, so any number of contexts live side by side.
 
-    Leaving normally waits, up to ``deadlines.exit_s``, until the members of its groups have opened them, what this rank sent
-    has been received and, if it serves the world's store, the others have left; it waits for nothing else. Leaving by an
-    exception closes everything at once.
+    Leaving normally waits, up to ``deadlines.exit_s`` in all, until the members of its groups have opened them and what this rank
+    sent has been received; and, if it serves the world's store, once more as long for the others to leave. It waits for nothing
+    else. Leaving by an exception closes everything at once.
 
     Args:
         config: Sizes and settings; a size of -1 is filled in from the number of ranks.
@@ -384,10 +385,11 @@ class ParallelContext(ContextBase):
     def _depart(self) -> None:
         """Let members that are still opening a group finish, and receivers confirm what was sent to them."""
         self._reach(Stage.CLOSING)
+        clock = Clock(self._config.deadlines.exit_s)
         if self._meeting is not None:
-            self._meeting.wait_until_opened(self._opened, self._config.deadlines.exit_s)
+            self._meeting.wait_until_opened(self._opened, clock.left_s)
         for group in (*self._groups.values(), *self._extra_groups.values()):
-            group.flush(self._config.deadlines.exit_s)
+            group.flush(clock.left_s)
 
     def _is_under_closed_parent(self) -> bool:
         return self._parent is not None and self._parent._state is ContextState.CLOSED
