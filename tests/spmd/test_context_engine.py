@@ -8,7 +8,7 @@ from parallel_runtime.config import ParallelConfig
 from parallel_runtime.context import ParallelContext
 from parallel_runtime.launch import run_threads
 from parallel_runtime.serving import Engine, SamplingParams, ServingConfig, TpModelWorker
-from parallel_runtime.testing.checkpoints import tiny_moe_config, write_safetensors_checkpoint
+from parallel_runtime.testing.checkpoints import tiny_llama_config, tiny_moe_config, write_safetensors_checkpoint
 from tests.spmd.tiny_models import PROMPTS, greedy_reference, write_tiny_model
 
 pytestmark = pytest.mark.timeout(60)
@@ -69,6 +69,20 @@ def test_draws_are_those_of_one_rank(tmp_path: Path) -> None:
             found.append([completion.token_ids for completion in engine.generate(LONG, sampling)])
     assert found[1] == found[0]
     assert found[2] == found[0]
+
+
+def test_every_rank_takes_new_weights_and_sleeps(tmp_path: Path) -> None:
+    config = tiny_llama_config(num_layers=4, eos_ids=())
+    old, new = (write_safetensors_checkpoint(tmp_path / str(seed), config, seed=seed) for seed in (0, 1))
+    expected = greedy_reference(new, LONG, NEW)
+    for parallel in (ParallelConfig(tp=2, cp=2), ParallelConfig(cp=2, dcp=2, pp=2)):
+        with Engine(old, parallel=parallel, executor="threads") as engine:
+            assert [completion.token_ids for completion in engine.generate(LONG, GREEDY)] != expected
+            engine.controls.update_weights(new)
+            assert [completion.token_ids for completion in engine.generate(LONG, GREEDY)] == expected
+            engine.controls.sleep()
+            engine.controls.wake()
+            assert [completion.token_ids for completion in engine.generate(LONG, GREEDY)] == expected
 
 
 def test_a_block_takes_a_share_of_its_memory_on_each_rank(tmp_path: Path) -> None:

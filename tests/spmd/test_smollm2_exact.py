@@ -27,6 +27,8 @@ LAYOUTS = {
     "pp=4": (ParallelConfig(pp=4), ONE_BATCH),
     "dp=2": (ParallelConfig(dp=2), SERVING),
     "tp=2 pp=2": (ParallelConfig(tp=2, pp=2), ONE_BATCH),
+    "cp=2": (ParallelConfig(cp=2), SERVING),
+    "cp=2 dcp=2": (ParallelConfig(cp=2, dcp=2), SERVING),
 }
 
 
