@@ -18,6 +18,7 @@ from parallel_runtime.comm.pieces import (
     check_splits,
     deliver,
     do_nothing,
+    exchanged,
     loosely_agreed,
     merged_rows,
     new_copy,
@@ -26,6 +27,7 @@ from parallel_runtime.comm.pieces import (
     resized_shape,
     room_for,
     scaled_shape,
+    shards,
     split_rows,
 )
 from parallel_runtime.comm.tensors import (
@@ -140,7 +142,7 @@ class Collectives:
         payload = self._dense(tensor)
         dim = real_dim(dim, payload, "all_gatherv")
         if sizes is None:
-            sizes = [row[0] for row in self._exchange("all_gatherv", [payload.shape[dim]], "", limit_s)]
+            sizes = [row[0] for row in exchanged(core, "all_gatherv", [payload.shape[dim]], "", limit_s)]
         check_splits(sizes, core.communicator.world_size, "all_gatherv", "sizes")
         if sizes[core.communicator.rank_in_group] != payload.shape[dim]:
             raise ArgumentError(
@@ -237,7 +239,7 @@ class Collectives:
             fault = str(exc)
         if output_splits is None:
             sent = [0] * world_size if fault else list(splits)
-            output_splits = [row[core.communicator.rank_in_group] for row in self._exchange("all_to_allv", sent, fault, limit_s)]
+            output_splits = [row[core.communicator.rank_in_group] for row in exchanged(core, "all_to_allv", sent, fault, limit_s)]
         check_splits(output_splits, world_size, "all_to_allv", "output_splits")
         pieces = [movable(piece.contiguous()) for piece in torch.split(payload, list(splits), dim)]
         joined = Joined(payload, output_splits, dim, out, "all_to_allv")
@@ -315,7 +317,7 @@ class Collectives:
         about: object = None
         if at_src:
             try:
-                rows = self._shards(tensor, dim)
+                rows = shards(core, tensor, dim)
                 about = (rows.dtype, tuple(rows.shape[1:]))
             except (ArgumentError, DimError) as exc:
                 fault, about = exc, str(exc)
@@ -329,9 +331,8 @@ class Collectives:
         output = room_for(out, shape, like, "scatter")
         inputs = None if rows is None else [movable(row) for row in rows]
         if output.numel():
-            core.run_agreed(
-                "scatter", output, ("from member", src), core.communicator.scatter, movable(output), inputs, src, limit_s
-            )
+            args = (movable(output), inputs, src, limit_s)
+            core.run_agreed("scatter", output, ("from member", src), core.communicator.scatter, *args)
         return deliver(out, output)
 
     def scatter_parts(self, output: Tensor, parts: Sequence[Tensor] | None, src: int, timeout_s: float | None) -> Tensor:
@@ -350,22 +351,7 @@ class Collectives:
     def barrier(self, timeout_s: float | None) -> None:
         """Wait for every member."""
         core = self._core
-        limit_s = core.deadline(timeout_s, core.spec.timeouts.control_s)
-        core.run_agreed("barrier", None, (), core.control.barrier, limit_s)
-
-    def _shards(self, tensor: Tensor | None, dim: int) -> Tensor:
-        """``tensor`` as one row per member."""
-        if tensor is None:
-            raise ArgumentError("scatter: the source has to hand over a tensor, got None")
-        payload = self._dense(tensor)
-        dim = real_dim(dim, payload, "scatter")
-        world_size = self._core.communicator.world_size
-        if payload.shape[dim] % world_size:
-            raise ArgumentError(
-                f"scatter: dim {dim} has {payload.shape[dim]} elements, not a multiple of the {world_size} members of "
-                f"{self._core.name}"
-            )
-        return split_rows(payload, dim, world_size)
+        core.run_agreed("barrier", None, (), core.control.barrier, core.deadline(timeout_s, core.spec.timeouts.control_s))
 
     def _is_simple(self, tensor: Tensor) -> bool:
         """Whether a communicator takes ``tensor`` as it is, and nothing has to be compared first."""
@@ -411,14 +397,3 @@ class Collectives:
         """Run an operation whose tensor has one shape and dtype on all members; an empty one moves nothing."""
         run = call if tensor.numel() else do_nothing
         self._core.run_agreed(operation, tensor, (*agreed, tensor.dtype, tuple(tensor.shape)), run, *args)
-
-    def _exchange(self, operation: str, values: list[int], fault: str, limit_s: float) -> list[list[int]]:
-        """Every member's ``values``; where one of them has a fault, all raise."""
-        core = self._core
-        mine = torch.tensor([1 if fault else 0, *values], dtype=torch.int64)
-        rows = mine.new_empty((core.control.world_size, mine.numel()))
-        core.run_agreed(operation + " sizes", None, (), core.control.all_gather, rows, mine, limit_s)
-        faulty = [member for member, row in enumerate(rows.tolist()) if row[0]]
-        if faulty:
-            raise ArgumentError(fault or f"{operation}: member {faulty[0]} of {core.name} gave splits that do not fit its tensor")
-        return [row[1:] for row in rows.tolist()]

@@ -6,7 +6,8 @@ from typing import final
 import torch
 from torch import Tensor
 
-from parallel_runtime.comm.tensors import check_out, movable, normal_dim, same_storage
+from parallel_runtime.comm.core import GroupCore
+from parallel_runtime.comm.tensors import check_out, dense, movable, normal_dim, same_storage
 from parallel_runtime.errors import ArgumentError, DimError
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "check_splits",
     "deliver",
     "do_nothing",
+    "exchanged",
     "loosely_agreed",
     "merged_rows",
     "new_copy",
@@ -23,6 +25,7 @@ __all__ = [
     "resized_shape",
     "room_for",
     "scaled_shape",
+    "shards",
     "split_rows",
 ]
 
@@ -49,6 +52,38 @@ def split_rows(tensor: Tensor, dim: int, parts: int) -> Tensor:
     """Equal parts along ``dim`` as ``(parts, ...)``, contiguous."""
     shape = (*tensor.shape[:dim], parts, tensor.shape[dim] // parts, *tensor.shape[dim + 1 :])
     return tensor.view(shape).movedim(dim, 0).contiguous()
+
+
+def shards(core: GroupCore, tensor: Tensor | None, dim: int) -> Tensor:
+    """``tensor`` as one row per member.
+
+    Raises:
+        ArgumentError: There is none, or its size is no multiple of the members.
+    """
+    if tensor is None:
+        raise ArgumentError("scatter: the source has to hand over a tensor, got None")
+    payload = dense(core.on_device(tensor))
+    dim, world_size = real_dim(dim, payload, "scatter"), core.communicator.world_size
+    if payload.shape[dim] % world_size:
+        raise ArgumentError(
+            f"scatter: dim {dim} has {payload.shape[dim]} elements, not a multiple of the {world_size} members of {core.name}"
+        )
+    return split_rows(payload, dim, world_size)
+
+
+def exchanged(core: GroupCore, operation: str, values: list[int], fault: str, limit_s: float) -> list[list[int]]:
+    """Every member's ``values``.
+
+    Raises:
+        ArgumentError: One of them has a fault; raised on all.
+    """
+    mine = torch.tensor([1 if fault else 0, *values], dtype=torch.int64)
+    rows = mine.new_empty((core.control.world_size, mine.numel()))
+    core.run_agreed(operation + " sizes", None, (), core.control.all_gather, rows, mine, limit_s)
+    faulty = [member for member, row in enumerate(rows.tolist()) if row[0]]
+    if faulty:
+        raise ArgumentError(fault or f"{operation}: member {faulty[0]} of {core.name} gave splits that do not fit its tensor")
+    return [row[1:] for row in rows.tolist()]
 
 
 def do_nothing(*_: object) -> None:

@@ -238,7 +238,8 @@ class C10dCommunicator(Communicator):
         return timedelta(seconds=timeout_s + (_STANDSTILL_S if self.backend == "gloo" else 0.0))
 
     def _refuse(self) -> NoReturn:
-        raise PeerLostError(f"this group can no longer be used: {self._broken}" if self._broken else "this communicator is closed")
+        why = f"this group can no longer be used: {self._broken}" if self._broken else "this communicator is closed"
+        raise PeerLostError(why)
 
     def _start(self, call: Callable[[Any], c10d.Work], whom: str) -> c10d.Work:
         if self._group is None or self._broken:

@@ -72,8 +72,8 @@ class Limits:
         """
         wide, low = (self.one_shot(is_low_precision=is_low) >> 10 for is_low in (False, True))
         moves = (
-            f"all_gather, gather, scatter, all_to_all through slots to {self.direct >> 10} KiB, read in place above; "
-            f"broadcast to {self.direct_broadcast >> 10} KiB"
+            f"read in place all_gather, gather and scatter above {self.direct >> 10} KiB, all_to_all above "
+            f"{min(self.direct, self.share) >> 10} KiB a part, broadcast above {self.direct_broadcast >> 10} KiB"
             if reads_in_place
             else f"everything else through slots, {self.piece >> 10} KiB at a time"
         )
