@@ -1,32 +1,51 @@
 """B007, through an engine: the model fails on one tensor-parallel rank, and everyone who waits hears of it."""
 
 import time
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from torch import Tensor
 
 from parallel_runtime.config import ParallelConfig
+from parallel_runtime.context import ParallelContext
 from parallel_runtime.errors import ParallelRuntimeError
-from parallel_runtime.serving import Batch, Engine, ModelRunner, SamplingParams
+from parallel_runtime.serving import Batch, Engine, ModelRunner, SamplingParams, ServingConfig, executors
 from tests.spmd.tiny_models import PROMPTS, write_tiny_model
 
 LIMIT_S = 10
+FORWARD, SERVE = ModelRunner.forward, executors.serve_rank_process
+
+
+def fail_late(runner: ModelRunner, batch: Batch, hidden_TD: Tensor | None = None) -> Tensor:
+    """``ModelRunner.forward``, which on the second tensor-parallel rank cannot do one request."""
+    is_second = runner.model.embed_tokens is not None and runner.model.embed_tokens.tp.rank_in_group == 1
+    if is_second and any(chunk.request_id.endswith("1") and chunk.start > 20 for chunk in batch.chunks):
+        raise FloatingPointError("planted")
+    return FORWARD(runner, batch, hidden_TD)
+
+
+def serve_until_it_fails(
+    ctx: ParallelContext, model: str, config: ServingConfig, links: Sequence[Connection], num_threads: int | None = None
+) -> None:
+    """What a rank's process runs instead of ``serve_rank_process``."""
+    setattr(ModelRunner, "forward", fail_late)  # noqa: B010  # mypy refuses to assign to a method
+    SERVE(ctx, model, config, links, num_threads)
 
 
 @pytest.mark.timeout(60)
-def test_b007_every_request_under_way_gets_the_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    forward = ModelRunner.forward
-
-    def fail(runner: ModelRunner, batch: Batch, hidden_TD: Tensor | None = None) -> Tensor:
-        is_second = runner.model.embed_tokens is not None and runner.model.embed_tokens.tp.rank_in_group == 1
-        if is_second and any(chunk.request_id.endswith("1") and chunk.start > 20 for chunk in batch.chunks):
-            raise FloatingPointError("planted")
-        return forward(runner, batch, hidden_TD)
-
-    monkeypatch.setattr(ModelRunner, "forward", fail)
+@pytest.mark.parametrize("executor", ["threads", pytest.param("processes", marks=pytest.mark.processes)])
+def test_b007_every_request_under_way_gets_the_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, executor: Literal["threads", "processes"]
+) -> None:
+    if executor == "threads":
+        monkeypatch.setattr(ModelRunner, "forward", fail_late)
+    else:
+        monkeypatch.setattr(executors, "serve_rank_process", serve_until_it_fails)
     model = write_tiny_model(tmp_path / "model")
-    with Engine(model, parallel=ParallelConfig(tp=2), executor="threads") as engine:
+    with Engine(model, parallel=ParallelConfig(tp=2), executor=executor) as engine:
         streams = [engine.stream([prompt], SamplingParams(max_new_tokens=100)) for prompt in PROMPTS[:3]]
         for stream in streams:
             next(stream)

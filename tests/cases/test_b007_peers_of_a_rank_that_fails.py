@@ -60,6 +60,27 @@ def test_b007_those_that_stay_learn_who_left_and_why(shm: str, how: str) -> None
     assert leaving_s < 10
 
 
+@pytest.mark.parametrize(("backend", "shm"), [("local", "auto"), ("gloo", "on"), ("gloo", "off")])
+def test_b007_a_barrier_ends_when_a_member_has_left(backend: str, shm: str) -> None:
+    def body(ctx: ParallelContext) -> tuple[str, float]:
+        start = time.monotonic()
+        try:
+            with ParallelContext(ctx.config, identity=ctx.identity, store=ctx.store, hub=ctx.hub) as inner:
+                inner.world.barrier()
+                start = time.monotonic()
+                if inner.rank == 0:
+                    inner.world.barrier()
+        except PeerLostError as error:
+            return str(error), time.monotonic() - start
+        return "", time.monotonic() - start
+
+    config = ParallelConfig.model_validate({"tp": 2, "backend": backend, "shm": shm, "deadlines": LONG.model_dump()})
+    (text, waited_s), (_, leaving_s) = run_threads(body, config, timeout_s=40)
+    assert text.startswith("world#0 seq 2 barrier() lost rank 1 of [0, 1] after"), text
+    assert "has left the context normally" in text
+    assert max(waited_s, leaving_s) < 10
+
+
 @pytest.mark.parametrize("backend", ["local", "gloo"])
 def test_b007_threads_learn_it_too(backend: str) -> None:
     config = ParallelConfig.model_validate({"tp": 2, "backend": backend, "deadlines": LONG.model_dump()})

@@ -7,6 +7,7 @@ import pytest
 
 from parallel_runtime.config import ParallelConfig
 from parallel_runtime.context import ParallelContext
+from parallel_runtime.serving import Engine, SamplingParams
 from parallel_runtime.testing.checkpoints import tiny_moe_config, write_safetensors_checkpoint
 from tests.spmd.replicas import Replicas
 from tests.spmd.tiny_models import PROMPTS, greedy_reference
@@ -61,3 +62,18 @@ def test_b018_nothing_runs_while_all_are_idle(model: Path) -> None:
         assert replicas.generate(FIVE, new=NEW) == greedy_reference(model, [FIVE], NEW)
     # a busy loop agrees thousands of times in a second; dp and ep are one pair here and counted together
     assert max(seen.values()) < 400, seen
+
+
+@pytest.mark.parametrize(("backend", "shm"), [("local", "auto"), ("gloo", "on"), ("gloo", "off")])
+def test_b018_an_engine_whose_ranks_are_busy_in_turn(backend: str, shm: str, model: Path) -> None:
+    (expected,) = greedy_reference(model, [FIVE], NEW)
+    both = (PROMPTS[0], PROMPTS[2])
+    parallel = ParallelConfig.model_validate({"dp": 2, "ep": 2, "backend": backend, "shm": shm})
+    new = SamplingParams(max_new_tokens=NEW)
+    with Engine(model, parallel=parallel, executor="threads") as engine:
+        for dp_rank in (0, 1):
+            (completion,) = engine.generate([FIVE], new, dp_rank=dp_rank)
+            assert (completion.token_ids, completion.dp_rank) == (expected, dp_rank)
+        together = engine.generate(both, new)
+    assert [completion.token_ids for completion in together] == greedy_reference(model, both, NEW)
+    assert sorted(completion.dp_rank for completion in together) == [0, 1]

@@ -20,15 +20,33 @@ VIEWS: dict[str, Callable[[], Tensor]] = {
 }
 
 
+def passed_on(group: GroupCoordinator, tensor: Tensor) -> list[Tensor]:
+    """What the first member sends in every way, as the second one receives it."""
+    if group.is_first_rank:
+        group.isend(tensor)
+        group.isend(tensor, copy=False)
+        group.send_tensor_dict({"x": [tensor]})
+        group.send_object(tensor)
+        group.send(tensor, tag=1)
+        return []
+    got = [group.recv(), group.recv(), group.recv_tensor_dict()["x"][0], group.recv_object()]
+    out = torch.zeros(2 * tensor.shape[0], tensor.shape[1])[::2]
+    return [*got, group.recv(tag=1, out=out)]
+
+
 def results(group: GroupCoordinator, tensor: Tensor) -> list[Tensor]:
     got = [
         group.all_reduce(tensor),
         group.broadcast(tensor, 1),
+        group.all_gather(tensor, 0),
         group.all_gather(tensor, 1),
         group.reduce_scatter(tensor),
+        group.reduce_scatterv(tensor, [1, 3]),
         group.all_to_all(tensor, 0, 1),
+        group.all_to_allv(tensor, [3, 1]),
         group.all_gatherv(tensor, [4, 4]),
         group.exchange(tensor),
+        *passed_on(group, tensor),
         group.scatter(tensor, 0),
         group.broadcast_tensor_dict({"x": tensor}, 1)["x"],
     ]
@@ -66,6 +84,39 @@ def test_b041_an_output_view_is_filled_and_its_neighbours_are_not(kind: str) -> 
         assert bool((holder[:, 5] == -1).all())
         group.all_gather(torch.full((2, 2), float(group.rank_in_group)), out=out)
         assert out.tolist() == [[0, 0], [0, 0], [1, 1], [1, 1]]
+        assert bool((holder[:, ::2] == -1).all())
+
+    World(kind)(2, body)
+
+
+@KINDS
+def test_b041_every_output_may_be_a_view(kind: str) -> None:
+    def body(group: GroupCoordinator) -> None:
+        me = group.rank_in_group
+        rows = torch.arange(8.0).view(4, 2) + 100 * me
+        calls: list[Callable[[Tensor | None], Tensor | None]] = [
+            lambda out: group.reduce_scatter(rows, out=out),
+            lambda out: group.reduce_scatterv(rows, [2, 2], out=out),
+            lambda out: group.all_to_all(rows, out=out),
+            lambda out: group.all_to_allv(rows, [2, 2], output_splits=[2, 2], out=out),
+            lambda out: group.all_gather(rows, 1, out=out),
+            lambda out: group.all_gatherv(rows, [4, 4], out=out),
+            lambda out: group.scatter(rows, 1, out=out),
+            lambda out: group.reduce(rows, 1, out=out if me == 1 else None),
+            lambda out: group.gather(rows, 1, out=out if me == 1 else None),
+            lambda out: group.exchange(rows, out=out),
+        ]
+        for number, call in enumerate(calls):
+            want = call(None)
+            if want is None:
+                assert call(None) is None
+                continue
+            holder = torch.full((want.shape[1] * 2, want.shape[0] + 2), -1.0)
+            out = holder[::2, 1:-1].t()
+            assert call(out) is out
+            assert torch.equal(out, want), number
+            out.fill_(-1)
+            assert bool((holder == -1).all()), number
 
     World(kind)(2, body)
 

@@ -8,6 +8,7 @@ import torch
 
 from parallel_runtime.config import ParallelConfig
 from parallel_runtime.context import ParallelContext
+from parallel_runtime.errors import CollectiveMismatchError
 from parallel_runtime.launch import launch, run_threads
 
 FOUR, EIGHT = ParallelConfig(tp=2, dp=2), ParallelConfig(tp=2, pp=2, dp=2)
@@ -42,6 +43,18 @@ def test_b051_twenty_opens_with_random_delays_in_threads(backend: str) -> None:
     run_threads(open_often, FOUR.replace(backend=backend), 20, 0.02, timeout_s=60)
 
 
+@pytest.mark.parametrize(("backend", "shm"), [("local", "auto"), ("gloo", "on"), ("gloo", "off")])
+def test_b051_extra_groups_in_another_order_are_refused_everywhere(backend: str, shm: str) -> None:
+    def cross(ctx: ParallelContext) -> float:
+        axes = ("tp", "pp") if ctx.rank == 1 else ("tp", "dp")
+        with pytest.raises(CollectiveMismatchError, match=r"as no\. 1, .*rank 1 opens tp\+pp"):
+            ctx.open_group(*axes)
+        return ctx.tp.all_reduce(torch.tensor(10.0**ctx.rank)).item()
+
+    config = ParallelConfig.model_validate({"tp": 2, "dp": 2, "backend": backend, "shm": shm})
+    assert run_threads(cross, config, timeout_s=40) == [11.0, 11.0, 1100.0, 1100.0]
+
+
 def count_groups(ctx: ParallelContext) -> tuple[int, float]:
     connected = {group.ranks for group in ctx.groups().values() if group.world_size > 1}
     return len(connected), ctx.world.all_reduce(torch.tensor(1.0)).item()
@@ -51,7 +64,7 @@ def count_groups(ctx: ParallelContext) -> tuple[int, float]:
 @pytest.mark.timeout(90)
 def test_b069_eight_processes_open_three_axes() -> None:
     """world, stage, tp, dp, pp: five sets of ranks, opened once each; everything else is one of them or alone."""
-    assert launch(count_groups, EIGHT, timeout_s=60) == [(5, 8.0)] * 8
+    assert launch(count_groups, EIGHT, timeout_s=30) == [(5, 8.0)] * 8
 
 
 def test_b069_opening_leaves_keys_of_members_only() -> None:
