@@ -1,9 +1,14 @@
 """B002: heads that tp does not divide are refused before any process starts, with the sizes that would work."""
 
+from pathlib import Path
+
+import psutil
 import pytest
 
 from parallel_runtime.config import ModelShape, ParallelConfig
 from parallel_runtime.errors import ConfigError
+from parallel_runtime.serving import Engine
+from tests.spmd.tiny_models import write_tiny_model
 
 
 def shape(heads: int) -> ModelShape:
@@ -28,3 +33,14 @@ def test_b002_sizes_that_divide_are_accepted(tp: int) -> None:
 @pytest.mark.parametrize("heads", [12, 28])
 def test_b002_uneven_heads_work_unless_refused(heads: int) -> None:
     ParallelConfig(tp=8).check_model(shape(heads))
+
+
+def test_b002_what_cannot_be_split_at_all_is_refused_before_a_process_starts(tmp_path: Path) -> None:
+    text = "tp=13 is more than the 12 query heads: a rank would hold none; use 1 to 12"
+    with pytest.raises(ConfigError, match=text):
+        ParallelConfig(tp=13).check_model(shape(12))
+    model = write_tiny_model(tmp_path / "model", num_query_heads=12, num_kv_heads=12, head_dim=4, hidden_size=48)
+    before = {child.pid for child in psutil.Process().children(recursive=True)}
+    with pytest.raises(ConfigError, match=text):
+        Engine(model, parallel=ParallelConfig(tp=13)).__enter__()
+    assert {child.pid for child in psutil.Process().children(recursive=True)} == before

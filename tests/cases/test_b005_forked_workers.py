@@ -22,14 +22,16 @@ def start_method(ctx: ParallelContext) -> tuple[str, float]:
 
 @pytest.mark.parametrize("method", [None, "spawn"])
 def test_b005_a_used_parent_launches_without_forking_itself(method: str | None) -> None:
+    as_it_was, num_threads = multiprocessing.get_start_method(allow_none=True), torch.get_num_threads()
+    torch.set_num_threads(2)
     torch.ones(200, 200) @ torch.ones(200, 200)
-    as_it_was = multiprocessing.get_start_method(allow_none=True)
     multiprocessing.set_start_method(method, force=True)
     try:
         assert launch(start_method, ParallelConfig(tp=2), timeout_s=30) == [("forkserver", 2.0)] * 2
         assert multiprocessing.get_start_method(allow_none=True) == method
     finally:
         multiprocessing.set_start_method(as_it_was, force=True)
+        torch.set_num_threads(num_threads)
 
 
 def fork_inside(ctx: ParallelContext) -> tuple[str, str, float]:
@@ -53,8 +55,10 @@ def fork_inside(ctx: ParallelContext) -> tuple[str, str, float]:
     return first, second, ctx.tp.all_reduce(torch.ones(1)).item()
 
 
-def test_b005_a_context_used_in_a_forked_child_is_refused_at_once() -> None:
-    for by_context, by_group, total in launch(fork_inside, ParallelConfig(tp=2), timeout_s=30):
+@pytest.mark.parametrize("shm", ["auto", "off"])
+def test_b005_a_context_used_in_a_forked_child_is_refused_at_once(shm: str) -> None:
+    config = ParallelConfig.model_validate({"tp": 2, "shm": shm})
+    for by_context, by_group, total in launch(fork_inside, config, timeout_s=30):
         assert "context belongs to another process" in by_context
         assert "belongs to another process" in by_group
         assert total == 2.0

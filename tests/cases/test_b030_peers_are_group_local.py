@@ -19,6 +19,9 @@ def test_b030_every_group_counts_from_its_own_first_member(kind: str) -> None:
         seen.append(tp.broadcast_tensor_dict({"x": mine}, 0)["x"].item())
         gathered = tp.gather(mine, 1)
         assert (gathered is None) == (tp.rank_in_group == 0)
+        total, part = tp.reduce(mine, 1), tp.scatter(torch.stack([mine, mine + 50]), 1)
+        assert (None if total is None else total.item()) == (None if tp.rank_in_group == 0 else sum(tp.ranks))
+        assert part.item() == tp.ranks[1] + 50 * tp.rank_in_group
         seen.append(-1.0 if gathered is None else gathered[0].item())
         if tp.rank_in_group == 0:
             tp.send(mine, 1)
@@ -35,15 +38,20 @@ def test_b030_every_group_counts_from_its_own_first_member(kind: str) -> None:
 
 @KINDS
 @pytest.mark.parametrize(
-    "operation", ["broadcast", "broadcast_", "reduce", "gather", "broadcast_object", "scatter", "send", "recv"]
+    "operation",
+    [
+        *("broadcast", "broadcast_", "reduce", "gather", "scatter", "broadcast_object", "broadcast_tensor_dict", "exchange"),
+        *("send", "isend", "send_object", "send_tensor_dict", "recv", "irecv", "recv_object", "recv_tensor_dict"),
+    ],
 )
 def test_b030_a_peer_out_of_range_is_refused_on_all_members(kind: str, operation: str) -> None:
     def body(group: GroupCoordinator) -> float:
         mine = torch.ones(2)
+        given = {"x": mine} if "dict" in operation else mine
         call = getattr(group, operation)
         for peer in (2, -1, True, "0"):
-            with pytest.raises(ArgumentError, match=r"is not a member of .*group-local, 0 to 1"):
-                call(peer) if operation == "recv" else call(mine, peer)
+            with pytest.raises(ValueError, match=r"is not a member of .*group-local, 0 to 1"):
+                call(peer) if "recv" in operation else call(given, peer)
         return group.all_reduce(mine)[0].item()
 
     assert World(kind)(2, body) == [2.0, 2.0]

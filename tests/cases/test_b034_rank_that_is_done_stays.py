@@ -1,6 +1,8 @@
 """B034: a data-parallel rank that is done first keeps taking part until the others are."""
 
 from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
 
 import pytest
 
@@ -36,16 +38,18 @@ def test_b034_each_rank_closes_when_its_own_work_is_done(parallel: ParallelConfi
     assert len(replicas.batches[0]) == len(replicas.batches[parallel.layout.rank(tp=0, pp=0, dp=1)]) >= 30
 
 
-def test_b034_a_rank_that_never_had_work_closes_at_once(model: Path) -> None:
+@pytest.mark.parametrize("idle", [0, 1])
+def test_b034_a_rank_that_never_had_work_closes_at_once(model: Path, idle: int) -> None:
     (expected,) = greedy_reference(model, PROMPTS[1:2], 30)
+    sink: SimpleQueue[Any] = SimpleQueue()
     with Replicas(model, ParallelConfig(dp=2, ep=2)) as replicas:
-        long = replicas.submit(PROMPTS[1], 30)  # to rank 0
-        replicas.close(1)
-        assert replicas.tokens(long) == expected
-        replicas.close(0)
+        replicas.controller.submit(replicas.request(PROMPTS[1], 30), sink, to=1 - idle)
+        replicas.close(idle)
+        assert replicas.tokens(sink) == expected
+        replicas.close(1 - idle)
         replicas.join()
     assert replicas.failure is None
-    assert replicas.batches[1] == [0] * 30
+    assert replicas.batches[idle] == [0] * 30
 
 
 def test_b034_a_rank_told_to_close_waits_for_the_idle_other(model: Path) -> None:

@@ -50,6 +50,13 @@ def test_b042_every_dtype_arrives_bit_by_bit(kind: str) -> None:
             assert bits(both) == bits(pattern(dtype, 0)) + bits(one), dtype
             assert bits(group.exchange(mine)) == bits(peers), dtype
             assert bits(group.broadcast_tensor_dict({"x": mine}, 1)["x"]) == bits(one), dtype
+            if group.is_first_rank:
+                group.send(mine)
+                group.send_tensor_dict({"x": mine})
+            else:
+                for got in (group.recv(), group.recv_tensor_dict()["x"]):
+                    assert got.dtype is dtype
+                    assert bits(got) == bits(peers), dtype
 
     World(kind)(2, body)
 
@@ -69,11 +76,12 @@ def test_b042_one_dict_of_many_dtypes_keeps_its_order(kind: str) -> None:
 @KINDS
 def test_b042_arithmetic_without_meaning_is_refused_by_name(kind: str) -> None:
     def body(group: GroupCoordinator) -> None:
-        for dtype in (torch.float8_e4m3fn, torch.uint16):
+        for dtype in (torch.float8_e4m3fn, torch.float8_e5m2, torch.uint16):
             tensor = pattern(dtype, 0)
             for call in (group.all_reduce, group.all_reduce_, group.reduce, group.reduce_scatter):
-                with pytest.raises(DtypeError, match=str(dtype).removeprefix("torch.")):
+                with pytest.raises(DtypeError, match=str(dtype).removeprefix("torch.")) as caught:
                     call(tensor)
+                assert isinstance(caught.value, TypeError)
         with pytest.raises(DtypeError, match="max of complex64"):
             group.all_reduce(pattern(torch.complex64, 0), "max")
         group.barrier()

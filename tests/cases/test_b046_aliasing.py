@@ -30,6 +30,22 @@ def test_b046_results_are_new_and_stay(kind: str, world_size: int, count: int) -
 
 @KINDS
 @SIZES
+def test_b046_one_element_is_no_exception(kind: str, world_size: int) -> None:
+    def body(group: GroupCoordinator) -> None:
+        for one in (torch.tensor([3.0]), torch.tensor(3.0)):
+            for call in (group.all_reduce, group.all_gather, group.broadcast):
+                got, again = call(one), call(one.clone())
+                places = {tensor.untyped_storage().data_ptr() for tensor in (one, got, again)}
+                assert len(places) == 3
+            assert one.item() == 3.0
+            assert group.all_reduce_(one) is one
+            assert one.item() == 3.0 * world_size
+
+    World(kind)(world_size, body)
+
+
+@KINDS
+@SIZES
 def test_b046_in_place_returns_its_argument(kind: str, world_size: int) -> None:
     def body(group: GroupCoordinator) -> None:
         tensor = torch.full((3,), group.rank_in_group + 1.0)

@@ -1,7 +1,7 @@
 """B053: one rule for ranks, in the code, in messages between stages and in the documentation."""
 
 import re
-from itertools import chain, product
+from itertools import chain, permutations, product
 from pathlib import Path
 
 import pytest
@@ -33,6 +33,24 @@ def test_b053_the_same_place_in_the_next_stage_differs_only_in_pp() -> None:
             there = layout.coordinate(other)
             assert there.pp == stage
             assert (there.tp, there.cp, there.dp, there.stage_rank) == (at.tp, at.cp, at.dp, at.stage_rank)
+
+
+@pytest.mark.parametrize("order", list(permutations(("tp", "cp", "dp", "pp"))), ids="-".join)
+def test_b053_derived_groups_agree_with_the_coordinates_in_every_order(order: tuple[str, ...]) -> None:
+    layout = Layout.of(tp=2, cp=2, dp=3, pp=2, ep=3, etp=2, order=order)  # type: ignore[arg-type]  # plain strings
+    places = {rank: layout.coordinate(rank) for rank in layout.ranks}
+    for axes, fixed in (
+        (("dp", "cp"), ("tp", "pp")),
+        (("tp", "dp"), ("cp", "pp")),
+        (("ep",), ("etp", "edp", "pp")),
+        (("edp",), ("etp", "ep", "pp")),
+        (("stage",), ("pp",)),
+    ):
+        for rank, place in places.items():
+            same = {
+                other for other, there in places.items() if all(getattr(there, name) == getattr(place, name) for name in fixed)
+            }
+            assert set(layout.group_of(rank, *axes)) == same, axes
 
 
 def test_b053_the_documentation_shows_the_groups_the_code_builds() -> None:
