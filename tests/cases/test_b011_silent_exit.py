@@ -15,7 +15,7 @@ def main():
         if sys.argv[1] == "exit":
             sys.exit(0)
         if ctx.rank == 1:
-            time.sleep(1.0)
+            time.sleep(3.0)
     print("left", flush=True)
 
 main()
@@ -24,7 +24,7 @@ main()
 
 @pytest.mark.parametrize("how", ["normal", "exit"])
 def test_b011_two_ranks_end_in_silence(tmp_path: Path, how: str) -> None:
-    """Rank 0 serves the store, and leaves a second before rank 1 (or both call ``sys.exit(0)`` inside the block)."""
+    """Rank 0 serves the store, and leaves three seconds before rank 1 (or both call ``sys.exit(0)`` inside the block)."""
     script = scripts.write_script(tmp_path, BODY)
     master = {"PARALLEL_RUNTIME_MASTER_ADDR": "127.0.0.1", "PARALLEL_RUNTIME_MASTER_PORT": str(scripts.free_port())}
     world = {"PARALLEL_RUNTIME_WORLD_SIZE": "2", "PARALLEL_RUNTIME_LOCAL_WORLD_SIZE": "2"}

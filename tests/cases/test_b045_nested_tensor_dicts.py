@@ -70,8 +70,12 @@ def test_b045_shared_tensors_grads_and_numpy_scalars(kind: str) -> None:
     def body(group: GroupCoordinator) -> None:
         shared = torch.ones(3, requires_grad=True)
         sent = {"x": shared, "y": [shared], "scalar": np.float32(1.5), "array": np.arange(4).reshape(2, 2)}
-        got = group.broadcast_tensor_dict(sent, 0)
-        if group.is_last_rank:
+        ways = [group.broadcast_tensor_dict(sent, 0)]
+        if group.is_first_rank:
+            group.send_tensor_dict(sent)
+        else:
+            ways.append(group.recv_tensor_dict())
+        for got in ways if group.is_last_rank else ():
             assert got["x"] is got["y"][0]
             assert not got["x"].requires_grad
             assert type(got["scalar"]) is np.float32
@@ -85,6 +89,10 @@ def test_b045_shared_tensors_grads_and_numpy_scalars(kind: str) -> None:
 def test_b045_empty_is_not_none(kind: str) -> None:
     def body(group: GroupCoordinator) -> None:
         assert group.broadcast_tensor_dict({} if group.is_first_rank else None) == {}
+        if group.is_first_rank:
+            group.send_tensor_dict({})
+        else:
+            assert group.recv_tensor_dict() == {}
         expected = ArgumentError if group.is_first_rank else PeerEncodingError
         with pytest.raises(expected, match="expected a dict, got NoneType"):
             group.broadcast_tensor_dict(None)

@@ -1,5 +1,7 @@
 """B069: what one rank does must grow with its own groups, not with all groups of the job."""
 
+import time
+
 import pytest
 
 from parallel_runtime.config import ParallelConfig
@@ -53,3 +55,10 @@ def test_b069_equal_rank_sets_share_and_groups_of_one_open_nothing() -> None:
     assert opened.names == ("world", "stage", "tp", "ep")
     assert plan.budgets().world.communicators == 4
     assert all(not group.communicators for name in ("cp", "dp", "pp", "etp", "edp", "dcp") for group in plan.groups(name))
+
+
+def test_b069_the_plan_of_every_rank_takes_no_time() -> None:
+    start = time.monotonic()
+    plan = thousand("cpu")
+    assert len({plan.for_rank(rank).groups for rank in range(1024)}) > 1
+    assert time.monotonic() - start < 4

@@ -43,7 +43,7 @@ def test_b070_avg_of_integers_is_refused(kind: str, world_size: int) -> None:
     def body(group: GroupCoordinator) -> None:
         for dtype in (torch.int64, torch.bool, torch.uint8):
             tensor = torch.ones(2, dtype=dtype)
-            for call in (group.all_reduce, group.all_reduce_, group.reduce_scatter):
+            for call in (group.all_reduce, group.all_reduce_, group.reduce_scatter, group.reduce):
                 with pytest.raises(DtypeError, match="avg of"):
                     call(tensor, op="avg")
         group.barrier()
