@@ -12,10 +12,13 @@ from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from typing import Any, NoReturn, TypeAlias, final
 
+from parallel_runtime.cli.bench import add_bench
+from parallel_runtime.cli.completion import add_completion
 from parallel_runtime.cli.doctor import add_doctor
 from parallel_runtime.cli.generate import add_generate
 from parallel_runtime.cli.plan import add_plan
 from parallel_runtime.cli.serve import add_serve
+from parallel_runtime.cli.trace import add_trace
 from parallel_runtime.errors import ArgumentError, CheckpointError, ConfigError, ParallelRuntimeError, RequestError
 
 __all__ = ["AddCommand", "build_parser", "main"]
@@ -23,7 +26,7 @@ __all__ = ["AddCommand", "build_parser", "main"]
 AddCommand: TypeAlias = Callable[["argparse._SubParsersAction[Any]"], None]
 """Adds one subcommand. Its parser must set ``run``, a function from the parsed arguments to an exit code."""
 
-_COMMANDS: tuple[AddCommand, ...] = (add_plan, add_generate, add_serve, add_doctor)
+_COMMANDS: tuple[AddCommand, ...] = (add_plan, add_generate, add_serve, add_doctor, add_bench, add_trace)
 
 
 @final
@@ -56,6 +59,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for add_command in _COMMANDS:
         add_command(commands)
+    add_completion(commands, build_parser)
     return parser
 
 
