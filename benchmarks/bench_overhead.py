@@ -6,18 +6,20 @@ Every round runs all candidates in turn; a figure is the fastest round's mean, s
 The last lines compare a coordinator over the c10d communicator with the bare call on the same backend, waiting included. The
 backend is torch's ``FakeProcessGroup``, which moves nothing: gloo's own 300 us spread by more than what is looked for.
 
-Run ``python -m benchmarks.bench_overhead [--rounds N]``.
+Run ``python -m benchmarks.bench_overhead [--rounds N] [--write PAGE]``.
 """
 
 import argparse
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import torch
 from torch._C import _distributed_c10d as c10d
 
+from benchmarks.measuring import machine, write_page
 from parallel_runtime.comm import C10dCommunicator, FakeCommunicator, GroupSpec, open_coordinator
 from parallel_runtime.comm.communicator import ReduceOp
 from parallel_runtime.comm.recorder import Recorder
@@ -64,7 +66,15 @@ def candidates() -> dict[str, Callable[[], object]]:
 def _over(backend: Any) -> C10dCommunicator:
     """The communicator of ``backend``, which has not met anybody in a store."""
     made = C10dCommunicator.__new__(C10dCommunicator)
-    values = {"kind": "c10d", "backend": "gloo", "_is_gloo": True, "key": "bench", "rank_in_group": 0, "world_size": 2, "_group": backend}
+    values = {
+        "kind": "c10d",
+        "backend": "gloo",
+        "_is_gloo": True,
+        "key": "bench",
+        "rank_in_group": 0,
+        "world_size": 2,
+        "_group": backend,
+    }
     for name, value in {**values, "_broken": "", "_kept": {}, "_ranks": [0, 1]}.items():
         setattr(made, name, value)
     return made
@@ -91,7 +101,9 @@ def main(arguments: list[str] | None = None) -> None:
     """
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=15)
-    rounds = parser.parse_args(arguments).rounds
+    parser.add_argument("--write", type=Path, metavar="PAGE")
+    chosen = parser.parse_args(arguments)
+    rounds = chosen.rounds
     torch.set_num_threads(1)
     found = candidates()
     best = dict.fromkeys(found, float("inf"))
@@ -103,6 +115,26 @@ def main(arguments: list[str] | None = None) -> None:
             best[name] = min(best[name], (perf_counter() - start) / CALLS * 1e6)
     for name, us in best.items():
         sys.stdout.write(f"{name:28} {us:7.2f} us\n")
+    if chosen.write is not None:
+        write_page(chosen.write, "What the coordinator adds to its communicator", _page(best))
+
+
+def _page(best: dict[str, float]) -> str:
+    added = {
+        call: best[f"group.{call} on it"] - best[f"c10d {bare}().wait()"]
+        for call, bare in (("all_reduce_", "allreduce"), ("broadcast_", "broadcast"))
+    }
+    return "\n".join(
+        (
+            f"Written by `python -m benchmarks.bench_overhead --write`. {machine()}.\n",
+            "| call | us |",
+            "|---|---|",
+            *(f"| `{name}` | {us:.2f} |" for name, us in best.items()),
+            "\nCoordinator and c10d communicator over the bare c10d call, goal 2 us: "
+            + ", ".join(f"{call} {us:.1f} us" for call, us in added.items())
+            + ".",
+        )
+    )
 
 
 if __name__ == "__main__":
