@@ -14,7 +14,8 @@ from parallel_runtime.config.plan_text import Table, format_bytes, render_tables
 from parallel_runtime.serving import EngineConfig, ServingConfig, Supervision
 from parallel_runtime.serving.engine_config import ExecutorKind
 from parallel_runtime.serving.engine_sources import load_engine_config
-from parallel_runtime.serving.resolved_engine import ProcessIdentity, ResolvedEngine, resolve_engine
+from parallel_runtime.serving.identities import ProcessIdentity, ResolvedEngine
+from parallel_runtime.serving.resolved_engine import resolve_engine
 
 __all__ = ["add_engine_options", "engine_config_from_options", "show_dry_run"]
 

@@ -20,11 +20,11 @@ from parallel_runtime.layers import (
     RowParallelLinear,
     VocabParallelEmbedding,
 )
-from parallel_runtime.models import CausalLM, ModelConfig
+from parallel_runtime.models import CausalLM, ModelConfig, split_stages
 from parallel_runtime.models.decoder import DecoderLayer
 from parallel_runtime.terms import Rank
 from parallel_runtime.topology import Layout
-from parallel_runtime.topology.shards import split_intermediate, split_layers
+from parallel_runtime.topology.shards import split_intermediate
 
 __all__ = ["local_state", "model_placement"]
 
@@ -61,7 +61,7 @@ def model_placement(config: ModelConfig, layout: Layout, *, dtype: torch.dtype =
 
     Args:
         config: Of the model.
-        layout: Of the ranks; its stages hold equally many layers, see ``split_layers``.
+        layout: Of the ranks; its stages hold layers of about equal weight, see ``split_stages``.
         dtype: Of the parameters.
 
     Returns:
@@ -71,7 +71,7 @@ def model_placement(config: ModelConfig, layout: Layout, *, dtype: torch.dtype =
         ConfigError: The model cannot be split that far.
     """
     placement: dict[str, TensorPlacement] = {}
-    stages = split_layers(config.num_layers, num_stages=layout.pp)
+    stages = split_stages(config, num_stages=layout.pp)
     for rank in map(Rank, layout.ranks):
         tp, ep, etp = (_pretended(layout, rank, axis) for axis in ("tp", "ep", "etp"))
         experts = ExpertGroups(tp=tp, ep=ep, etp=etp) if config.mixture else None

@@ -9,17 +9,18 @@ from parallel_runtime.serving.blocks import BlockPool, blocks_for
 from parallel_runtime.serving.controller import DataParallelController
 from parallel_runtime.serving.engine import Engine, EngineState
 from parallel_runtime.serving.engine_config import EngineConfig
+from parallel_runtime.serving.engine_controls import EngineControls
 from parallel_runtime.serving.live_request import RequestState
 from parallel_runtime.serving.messages import FinishReason, Ready, Request, TokenLogprobs
 from parallel_runtime.serving.metrics import Histogram, MetricsSnapshot
 from parallel_runtime.serving.policy import PolicyLimits, SchedulingPolicy
 from parallel_runtime.serving.replicas import Replicas
-from parallel_runtime.serving.request_stream import RequestResult, RequestStream
 from parallel_runtime.serving.runner import ModelRunner
 from parallel_runtime.serving.sampling_params import SamplingParams
 from parallel_runtime.serving.scheduler import Scheduler
 from parallel_runtime.serving.serving_config import ServingConfig
 from parallel_runtime.serving.supervision import ReplicaState, Supervision
+from parallel_runtime.serving.weight_transfer import send_weights, weight_context
 from parallel_runtime.serving.worker import TpModelWorker
 
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "DataParallelController",
     "Engine",
     "EngineConfig",
+    "EngineControls",
     "EngineState",
     "FinishReason",
     "Histogram",
@@ -44,9 +46,7 @@ __all__ = [
     "ReplicaState",
     "Replicas",
     "Request",
-    "RequestResult",
     "RequestState",
-    "RequestStream",
     "SamplingParams",
     "Scheduler",
     "SchedulingPolicy",
@@ -57,4 +57,6 @@ __all__ = [
     "TpModelWorker",
     "Usage",
     "blocks_for",
+    "send_weights",
+    "weight_context",
 ]

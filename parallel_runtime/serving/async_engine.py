@@ -13,12 +13,12 @@ from parallel_runtime.models import Tokenizer
 from parallel_runtime.serving.answers import AnswerReader, Completion, JoinedAnswers, StreamEvent
 from parallel_runtime.serving.arguments import Prompt
 from parallel_runtime.serving.calls import Call
+from parallel_runtime.serving.deliveries import Delivery
 from parallel_runtime.serving.engine import Engine, EngineState
 from parallel_runtime.serving.engine_config import EngineConfig, EngineSettings
 from parallel_runtime.serving.engine_controls import EngineControls
 from parallel_runtime.serving.messages import Ready
 from parallel_runtime.serving.metrics import MetricsSnapshot
-from parallel_runtime.serving.request_stream import Delivery
 from parallel_runtime.serving.sampling_params import SamplingParams
 
 __all__ = ["AsyncEngine"]
@@ -103,6 +103,7 @@ class AsyncEngine:
         sampling: SamplingParams | Iterable[SamplingParams] | None = None,
         *,
         dp_rank: int | None = None,
+        priority: int = 0,
     ) -> list[Completion]:
         """Continue prompts to their end.
 
@@ -110,6 +111,7 @@ class AsyncEngine:
             prompts: As for ``Engine.generate``.
             sampling: As for ``Engine.generate``.
             dp_rank: As for ``Engine.generate``.
+            priority: As for ``Engine.generate``.
 
         Returns:
             ``n`` completions per prompt, those of one prompt together, in the order of ``prompts``.
@@ -117,7 +119,7 @@ class AsyncEngine:
         Raises:
             ParallelRuntimeError: As for ``Engine.generate``.
         """
-        answers = await self._run(lambda: self.engine.read_prompts(prompts, sampling))
+        answers = await self._run(lambda: self.engine.read_prompts(prompts, sampling, priority=priority))
         joined = JoinedAnswers(answers)
         async with aclosing(self._events(answers, dp_rank)) as events:
             async for event in events:
@@ -130,6 +132,7 @@ class AsyncEngine:
         sampling: SamplingParams | Iterable[SamplingParams] | None = None,
         *,
         dp_rank: int | None = None,
+        priority: int = 0,
     ) -> AsyncGenerator[StreamEvent, None]:
         """Continue prompts and hand out their tokens as they come.
 
@@ -140,6 +143,7 @@ class AsyncEngine:
             prompts: As for ``Engine.generate``.
             sampling: As for ``Engine.generate``.
             dp_rank: As for ``Engine.generate``.
+            priority: As for ``Engine.generate``.
 
         Yields:
             Events of all prompts, interleaved as they happen.
@@ -147,7 +151,7 @@ class AsyncEngine:
         Raises:
             ParallelRuntimeError: As for ``Engine.stream``.
         """
-        answers = await self._run(lambda: self.engine.read_prompts(prompts, sampling))
+        answers = await self._run(lambda: self.engine.read_prompts(prompts, sampling, priority=priority))
         async with aclosing(self._events(answers, dp_rank)) as events:
             async for event in events:
                 yield event

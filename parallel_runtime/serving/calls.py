@@ -7,9 +7,9 @@ from typing import final
 
 from parallel_runtime.errors import QueueFullError, RequestError
 from parallel_runtime.serving.answers import AnswerReader, StreamEvent
+from parallel_runtime.serving.deliveries import Delivery, Sink, Submitter
 from parallel_runtime.serving.messages import StepOutput
 from parallel_runtime.serving.metrics import EngineMetrics, RequestTimer
-from parallel_runtime.serving.request_stream import Delivery, Sink, Submitter
 
 __all__ = ["Call", "call_events"]
 

@@ -3,7 +3,6 @@
 import secrets
 import threading
 from collections.abc import Sequence
-from contextlib import closing
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import final
@@ -11,11 +10,11 @@ from typing import final
 from parallel_runtime.errors import ContextStateError, ParallelRuntimeError
 from parallel_runtime.serving.balancer import BalancePolicy
 from parallel_runtime.serving.controls import Answer
+from parallel_runtime.serving.deliveries import Sink
 from parallel_runtime.serving.dispatch import Action, Deliver, Dispatcher, Send
 from parallel_runtime.serving.engine_controls import EngineControls
 from parallel_runtime.serving.links import LeaderLinks
 from parallel_runtime.serving.messages import (
-    FinishReason,
     FrontMessage,
     LeaderMessage,
     Ready,
@@ -25,7 +24,6 @@ from parallel_runtime.serving.messages import (
     StepOutput,
     Submit,
 )
-from parallel_runtime.serving.request_stream import RequestResult, RequestStream, Sink
 
 __all__ = ["DataParallelController"]
 
@@ -99,7 +97,7 @@ class DataParallelController:
         self._failure: ParallelRuntimeError | None = None
         if links is not None:
             self.connect(0, links)
-            self._open(0)
+            self.admit(0)
 
     @property
     def is_ready(self) -> bool:
@@ -237,11 +235,25 @@ class DataParallelController:
             replica: Its number.
 
         Raises:
-            ContextStateError: It does not serve.
+            ContextStateError: It does not serve, or waits for the weights of the others.
         """
         if len(self._replicas[replica].ready) < self.dp:
             raise ContextStateError(f"replica {replica} does not serve; it gets requests by itself once it has started")
-        self._open(replica)
+        if self.controls.is_stale(replica):
+            raise ContextStateError(f"replica {replica} lacks weights version {self.controls.version}; update all weights first")
+        self.admit(replica)
+
+    def admit(self, replica: int) -> None:
+        """Give a replica requests from now on.
+
+        Args:
+            replica: Its number; all its leaders serve.
+        """
+        with self._lock:
+            self._do(self._dispatcher.open(replica))
+            self.was_ready = self.was_ready or self.is_ready
+            self._has_news.notify_all()
+        self._flush()
 
     def pump(self, timeout_s: float, *, replica: int = 0) -> frozenset[int]:
         """Hand out what the leaders of a replica have said.
@@ -308,61 +320,15 @@ class DataParallelController:
             self._has_news.notify_all()
         self.controls.lose(None, error)
 
-    def stream(self, requests: Sequence[Request], *, to: int | None = None) -> RequestStream:
-        """Serve requests and hand out their tokens as they come.
-
-        Args:
-            requests: Any number, none included.
-            to: The data-parallel rank that has to serve them.
-
-        Returns:
-            An iterator; closing it early, or an error in it, aborts what still runs.
-        """
-        return RequestStream(self, requests, to=to)
-
-    def gather(self, requests: Sequence[Request], *, to: int | None = None) -> list[RequestResult]:
-        """Serve requests to their end.
-
-        Args:
-            requests: Any number, none included.
-            to: The data-parallel rank that has to serve them.
-
-        Returns:
-            Their results, in the order of ``requests``.
-
-        Raises:
-            RequestError: One of them can never be served; the others are aborted.
-            ParallelRuntimeError: No replica is left, or a request was given up.
-        """
-        tokens: dict[str, list[int]] = {request.request_id: [] for request in requests}
-        reasons: dict[str, FinishReason] = {}
-        with closing(self.stream(requests, to=to)) as stream:
-            for output in stream:
-                tokens[output.request_id].extend(output.token_ids)
-                if output.finish_reason is not None:
-                    reasons[output.request_id] = output.finish_reason
-        return [
-            RequestResult(request_id=name, token_ids=tuple(made), finish_reason=reasons[name], dp_rank=stream.dp_ranks[name])
-            for name, made in tokens.items()
-        ]
-
     def _check(self) -> None:
         if self._failure is not None:
             raise self._failure
-
-    def _open(self, replica: int) -> None:
-        with self._lock:
-            self._do(self._dispatcher.open(replica))
-            self.was_ready = self.was_ready or self.is_ready
-            self._has_news.notify_all()
-        self._flush()
 
     def _handle(self, message: LeaderMessage, replica: int, dp_rank: int) -> None:
         if isinstance(message, Ready):
             self._replicas[replica].ready[dp_rank] = message
             if self.serves(replica):
-                self.controls.catch_up(replica)
-                self._open(replica)
+                self.controls.join(replica)
         elif isinstance(message, Answer):
             self.controls.take(replica, dp_rank, message)
         elif isinstance(message, StepOutput | Rejected):

@@ -14,6 +14,7 @@ import msgspec
 
 from parallel_runtime.errors import ArgumentError, ParallelRuntimeError, PeerLostError, QueueFullError, RequestError
 from parallel_runtime.serving.balancer import BalancePolicy, Balancer
+from parallel_runtime.serving.live_request import HEAD_START
 from parallel_runtime.serving.messages import Abort, FinishReason, FrontMessage, Rejected, Request, StepOutput, Submit, Wake
 from parallel_runtime.serving.token_keys import mix_seed
 
@@ -65,8 +66,8 @@ class _Entry:
     is_unwanted: bool = False
 
 
-def _arrival(entry: _Entry) -> int:
-    return entry.arrival
+def _order(entry: _Entry) -> int:
+    return entry.arrival - HEAD_START * entry.request.priority
 
 
 @final
@@ -182,7 +183,7 @@ class Dispatcher:
         entry = _Entry(request=request, arrival=self._num_arrived, wanted=to)
         self._num_arrived += 1
         self._entries[request.request_id] = entry
-        self._held.append(entry)
+        insort(self._held, entry, key=_order)
         return list(self._place())
 
     def abort(self, request_id: str | None = None) -> list[Action]:
@@ -286,7 +287,7 @@ class Dispatcher:
             elif entry.num_runs >= self._max_runs:
                 actions.append(self._give_up(entry, error))
             else:
-                insort(self._held, entry, key=_arrival)
+                insort(self._held, entry, key=_order)
         return [*actions, *self._place()]
 
     def fail(self, error: ParallelRuntimeError) -> list[Action]:
@@ -333,7 +334,7 @@ class Dispatcher:
         return self._most_per_worker is None or self._balancer.requests[worker] < self._most_per_worker
 
     def _place(self) -> Iterator[Action]:
-        """Send what waits, oldest first, as far as there is room. One that must go to a certain worker holds up no other."""
+        """Send what waits, in order, as far as there is room. One that must go to a certain worker holds up no other."""
         kept: list[_Entry] = []
         while self._held:
             entry = self._held.pop(0)

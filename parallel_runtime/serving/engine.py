@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from enum import StrEnum
 from functools import partial
-from os import PathLike, fspath
+from os import PathLike
 from queue import SimpleQueue
 from types import TracebackType
 from typing import Self, Unpack, final
@@ -14,26 +14,24 @@ import msgspec
 
 from parallel_runtime.config import current_environ
 from parallel_runtime.errors import CheckpointError, ContextStateError, RequestError
-from parallel_runtime.models import Checkpoint, Tokenizer, load_tokenizer, open_checkpoint, resolve_model
+from parallel_runtime.models import Checkpoint, Tokenizer, load_tokenizer, open_checkpoint
 from parallel_runtime.serving.answers import AnswerReader, Completion, JoinedAnswers, StreamEvent
 from parallel_runtime.serving.arguments import Chat, Prompt, prompt_list, sampling_list
 from parallel_runtime.serving.balancer import BalancePolicy
 from parallel_runtime.serving.calls import Call, call_events
 from parallel_runtime.serving.controller import DataParallelController
+from parallel_runtime.serving.deliveries import Delivery, Sink
 from parallel_runtime.serving.engine_config import EngineConfig, EngineSettings, engine_config, shared_threads
 from parallel_runtime.serving.engine_controls import EngineControls
 from parallel_runtime.serving.executors import start_world
-from parallel_runtime.serving.lockstep import needs_lockstep
+from parallel_runtime.serving.identities import ResolvedEngine
 from parallel_runtime.serving.messages import Abort, Ready, Request
 from parallel_runtime.serving.metrics import EngineMetrics, MetricsSnapshot
 from parallel_runtime.serving.ray_executor import start_ray_world
 from parallel_runtime.serving.replicas import Replicas
-from parallel_runtime.serving.request_stream import Delivery, Sink
-from parallel_runtime.serving.resolved_engine import resolve_engine
+from parallel_runtime.serving.resolved_engine import resolve_checkpoint
 from parallel_runtime.serving.sampling_params import SamplingParams
 from parallel_runtime.serving.token_keys import mix_seed
-from parallel_runtime.serving.worker import check_servable
-from parallel_runtime.topology.shards import split_layers
 
 __all__ = ["Engine", "EngineState"]
 
@@ -82,7 +80,6 @@ class Engine:
         self._eos_ids: tuple[int, ...] = ()
         self._tokenizer: Tokenizer | None = None
         self._no_tokenizer = ""
-        self._lockstep = False
         self._ready: tuple[Ready, ...] = ()
         self._controller: DataParallelController | None = None
         self._supervised: Replicas | None = None
@@ -98,8 +95,9 @@ class Engine:
         self._state = EngineState.CLOSED  # stays so if a step below raises
         with ExitStack() as stack:
             checkpoint = stack.enter_context(open_checkpoint(self._model))
-            self._check_model(checkpoint)
-            self._controller = self._start(stack)
+            resolved = resolve_checkpoint(self.config, checkpoint)
+            self._eos_ids = checkpoint.config.eos_ids
+            self._controller = self._start(stack, resolved)
             self._load_tokenizer(checkpoint)
             self._ready = self._controller.wait_ready()
             self._stack = stack.pop_all()
@@ -154,6 +152,7 @@ class Engine:
         sampling: SamplingParams | Iterable[SamplingParams] | None = None,
         *,
         dp_rank: int | None = None,
+        priority: int = 0,
     ) -> list[Completion]:
         """Continue prompts to their end.
 
@@ -161,6 +160,7 @@ class Engine:
             prompts: Texts, lists of token ids or chats (lists of messages), from any iterable; none at all gives ``[]`` at once.
             sampling: For all prompts, or one for each; by default that of the engine's config.
             dp_rank: The data-parallel rank that has to serve them, counted through all replicas; ``None`` leaves the choice open.
+            priority: From -8 to 8. Each step up is worth 64 places in the queue.
 
         Returns:
             ``n`` completions per prompt, those of one prompt together, in the order of ``prompts``.
@@ -172,7 +172,7 @@ class Engine:
             RankFailedError: A rank failed.
         """
         sink: SimpleQueue[Delivery] = SimpleQueue()
-        answers = self.read_prompts(prompts, sampling)
+        answers = self.read_prompts(prompts, sampling, priority=priority)
         joined = JoinedAnswers(answers)
         for event in call_events(self.open_call(answers, sink, dp_rank=dp_rank), sink):
             joined.add(event)
@@ -184,6 +184,7 @@ class Engine:
         sampling: SamplingParams | Iterable[SamplingParams] | None = None,
         *,
         dp_rank: int | None = None,
+        priority: int = 0,
     ) -> Iterator[StreamEvent]:
         """Continue prompts and hand out their tokens as they come. Leaving the loop early aborts what still runs.
 
@@ -191,6 +192,7 @@ class Engine:
             prompts: As for ``generate``.
             sampling: As for ``generate``.
             dp_rank: As for ``generate``.
+            priority: As for ``generate``.
 
         Returns:
             Events of all prompts, interleaved as they happen.
@@ -202,16 +204,22 @@ class Engine:
             RankFailedError: A rank failed.
         """
         sink: SimpleQueue[Delivery] = SimpleQueue()
-        return call_events(self.open_call(self.read_prompts(prompts, sampling), sink, dp_rank=dp_rank), sink)
+        answers = self.read_prompts(prompts, sampling, priority=priority)
+        return call_events(self.open_call(answers, sink, dp_rank=dp_rank), sink)
 
     def read_prompts(
-        self, prompts: Iterable[Prompt], sampling: SamplingParams | Iterable[SamplingParams] | None = None
+        self,
+        prompts: Iterable[Prompt],
+        sampling: SamplingParams | Iterable[SamplingParams] | None = None,
+        *,
+        priority: int = 0,
     ) -> list[AnswerReader]:
         """Make requests of prompts, without sending any; for fronts of their own such as ``AsyncEngine``.
 
         Args:
             prompts: As for ``generate``.
             sampling: As for ``generate``.
+            priority: As for ``generate``.
 
         Returns:
             One reader for each answer that is wanted.
@@ -226,7 +234,7 @@ class Engine:
         return [
             answer
             for index, (prompt, params) in enumerate(zip(each, settings, strict=True))
-            for answer in self._answers(index, prompt, params)
+            for answer in self._answers(index, prompt, params, priority)
         ]
 
     def open_call(self, answers: Sequence[AnswerReader], sink: Sink, *, dp_rank: int | None = None) -> Call:
@@ -283,16 +291,6 @@ class Engine:
             raise ContextStateError(f"this Engine is {self._state}, so it serves nothing; {hint}")
         return self._controller
 
-    def _check_model(self, checkpoint: Checkpoint) -> None:
-        config = checkpoint.config
-        self._eos_ids = config.eos_ids
-        shape = config.shape
-        self.parallel.check_model(shape)
-        split_layers(config.num_layers, num_stages=self.parallel.pp, sizes=self.serving.stage_layers)
-        check_servable(self.parallel, shape)
-        checkpoint.check()
-        self._lockstep = needs_lockstep(self.parallel, shape)
-
     def _load_tokenizer(self, checkpoint: Checkpoint) -> None:
         try:
             self._tokenizer = load_tokenizer(checkpoint)
@@ -301,10 +299,10 @@ class Engine:
         else:
             self._eos_ids = self._tokenizer.eos_ids
 
-    def _start(self, stack: ExitStack) -> DataParallelController:
+    def _start(self, stack: ExitStack, resolved: ResolvedEngine) -> DataParallelController:
         serving, config = self.serving, self.config
         if config.replicas > 1 and config.executor != "ray":  # they share the memory, and none knows of the others
-            serving = serving.replace(kv_cache_tokens=resolve_engine(config).kv_cache_tokens)
+            serving = serving.replace(kv_cache_tokens=resolved.kv_cache_tokens)
         controller = DataParallelController(
             replicas=config.replicas,
             dp=self.parallel.dp,
@@ -312,13 +310,13 @@ class Engine:
             max_requests=serving.max_waiting * self.parallel.dp * config.replicas,
             max_per_rank=serving.max_waiting,
             max_runs=config.supervision.max_runs,
-            lockstep=self._lockstep,
+            lockstep=resolved.lockstep,
             seed=serving.seed,
         )
         start = partial(
             start_ray_world if config.executor == "ray" else partial(start_world, as_threads=config.executor == "threads"),
             self.parallel,
-            fspath(resolve_model(self._model)),
+            resolved.model_path,
             serving,
             num_threads=shared_threads(config, current_environ()),
         )
@@ -329,7 +327,9 @@ class Engine:
         self._supervised = replicas
         return controller
 
-    def _answers(self, index: int, prompt: str | tuple[int, ...] | Chat, sampling: SamplingParams) -> Iterator[AnswerReader]:
+    def _answers(
+        self, index: int, prompt: str | tuple[int, ...] | Chat, sampling: SamplingParams, priority: int
+    ) -> Iterator[AnswerReader]:
         """A reader for each answer to one prompt; the first has the seed that was given, the others seeds made of it."""
         if isinstance(prompt, Chat):
             prompt = tuple(self.tokenizer.chat(prompt.messages))
@@ -341,5 +341,5 @@ class Engine:
         for sample in range(sampling.n):
             seed = sampling.seed if sampling.seed is None or not sample else mix_seed(sampling.seed, sample)
             own = msgspec.structs.replace(sampling, stop_token_ids=tuple(dict.fromkeys(stops)), stop=(), n=1, seed=seed)
-            request = Request(request_id=f"r{next(self._names)}", prompt=prompt, sampling=own)
+            request = Request(request_id=f"r{next(self._names)}", prompt=prompt, sampling=own, priority=priority)
             yield AnswerReader(request, index=index, sample=sample, stops=sampling.stop, tokenizer=self._tokenizer)

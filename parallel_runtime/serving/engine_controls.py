@@ -1,12 +1,14 @@
 """What the owner of an engine can ask of all its replicas at once, beside requests."""
 
 import itertools
+import logging
 import tempfile
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from os import PathLike, fspath
 from pathlib import Path
-from typing import Protocol, final
+from typing import TypeAlias, final
 
 import torch
 from torch import Tensor
@@ -29,26 +31,13 @@ from parallel_runtime.serving.controls import (
     SwapWeights,
     WakeUp,
 )
-from parallel_runtime.serving.messages import FrontMessage
+from parallel_runtime.serving.links import LeaderLines
 
-__all__ = ["EngineControls", "LeaderLines"]
+__all__ = ["EngineControls"]
 
-
-class LeaderLines(Protocol):
-    """The ways to the leaders, as the controller has them."""
-
-    @property
-    def leaders(self) -> tuple[tuple[int, int], ...]:
-        """Replica and data-parallel rank of each leader that serves, in order."""
-        ...
-
-    def num_ranks(self, replica: int) -> int:
-        """Ranks of a replica that serves."""
-        ...
-
-    def tell(self, replica: int, message: FrontMessage) -> None:
-        """Send a message to every leader of a replica."""
-        ...
+_log = logging.getLogger(__name__)
+_Leaders: TypeAlias = tuple[tuple[int, int], ...]
+_TENSORS = ".pt"
 
 
 @final
@@ -56,7 +45,8 @@ class EngineControls:
     """Questions to every leader, one after the other, and their answers.
 
     Any thread may ask; it waits until all have answered. Requests wait while a control is done; none fails. A control that fails
-    somewhere changes nothing there.
+    somewhere changes nothing there. A replica that is started again gets the weights of the others, and is paused or asleep as
+    they are, before it gets requests; where those weights came from a trainer it cannot, and waits for the next whole update.
 
     Args:
         lines: Ways to the leaders. Borrowed.
@@ -68,13 +58,18 @@ class EngineControls:
     def __init__(self, lines: LeaderLines) -> None:
         self._lines = lines
         self._numbers = itertools.count()
-        self._one_at_a_time = threading.RLock()
+        self._one_at_a_time = threading.Lock()
         self._news = threading.Condition()
         self._number = -1
+        self._owed: set[tuple[int, int, int]] = set()
+        self._is_asking = False
+        self._late: set[int] = set()
+        self._in_force: list[ControlAction] = []
         self._missing: set[tuple[int, int]] = set()
         self._answers: dict[tuple[int, int], Answer] = {}
         self._lost: ParallelRuntimeError | None = None
         self._sources: list[str] = []
+        self._holders: set[int] | None = None
         self._handed_over: list[tempfile.TemporaryDirectory[str]] = []
         self.version = 0
 
@@ -84,7 +79,7 @@ class EngineControls:
         Raises:
             PeerError: A replica could not, or is lost.
         """
-        self._ask(Pause())
+        self._order(Pause())
 
     def resume(self) -> None:
         """Go on after ``pause``.
@@ -92,7 +87,7 @@ class EngineControls:
         Raises:
             PeerError: A replica could not, or is lost.
         """
-        self._ask(Resume())
+        self._order(Resume(), ends=Pause())
 
     def flush_cache(self) -> None:
         """Forget the beginnings of earlier prompts; what runs goes on.
@@ -100,7 +95,7 @@ class EngineControls:
         Raises:
             PeerError: A replica could not, or is lost.
         """
-        self._ask(FlushCache())
+        self._order(FlushCache())
 
     def sleep(self) -> None:
         """Give back the memory of weights and KV cache. Requests wait until ``wake``.
@@ -108,7 +103,7 @@ class EngineControls:
         Raises:
             PeerError: A replica could not, or is lost.
         """
-        self._ask(Sleep())
+        self._order(Sleep())
 
     def wake(self) -> None:
         """Take the memory again, with the weights of before.
@@ -116,7 +111,7 @@ class EngineControls:
         Raises:
             PeerError: A replica could not, or is lost.
         """
-        self._ask(WakeUp())
+        self._order(WakeUp(), ends=Sleep())
 
     def health(self, timeout_s: float | None = None) -> tuple[Status, ...]:
         """How every data-parallel rank of every replica is doing.
@@ -131,7 +126,7 @@ class EngineControls:
             PeerTimeoutError: One has not answered in time.
             PeerError: A replica is lost.
         """
-        return tuple(answer.status for answer in self._ask(Health(), timeout_s=timeout_s))
+        return tuple(answer.status for answer in self._order(Health(), timeout_s=timeout_s))
 
     def start_profile(self) -> None:
         """Begin to write down what every rank does when.
@@ -139,7 +134,7 @@ class EngineControls:
         Raises:
             PeerError: A replica could not, or is lost.
         """
-        self._ask(Profile(is_on=True))
+        self._order(Profile(is_on=True))
 
     def stop_profile(self) -> tuple[RankProfile, ...]:
         """End the profile.
@@ -150,7 +145,7 @@ class EngineControls:
         Raises:
             PeerError: A replica could not, or is lost.
         """
-        return tuple(rank for answer in self._ask(Profile(is_on=False)) for rank in answer.profile)
+        return tuple(rank for answer in self._order(Profile(is_on=False)) for rank in answer.profile)
 
     def update_weights(self, source: str | PathLike[str] | Mapping[str, Tensor], *, version: int | None = None) -> int:
         """Serve with other weights, on all replicas or on none.
@@ -168,11 +163,11 @@ class EngineControls:
         Raises:
             PeerError: A replica could not, or is lost. The weights that serve are as before.
         """
-        with self._one_at_a_time:
+        with self._turn() as asked:
             path = self._hand_over(source) if isinstance(source, Mapping) else fspath(source)
-            version = self._exchange(lambda replica: LoadWeights(path=path), version)
-            if not path.endswith(".pt"):
-                self._forget_sources()
+            version = self._exchange(asked, lambda replica: LoadWeights(path=path), version)
+            if not path.endswith(_TENSORS):
+                self._begin_anew(None)
             self._sources.append(path)
             return version
 
@@ -191,8 +186,8 @@ class EngineControls:
         Raises:
             PeerError: A replica could not, or is lost, or a sender failed. The weights that serve are as before.
         """
-        with self._one_at_a_time:
-            ranks = {replica: self._lines.num_ranks(replica) for replica, _ in self._lines.leaders}
+        with self._turn() as asked:
+            ranks = {replica: self._lines.num_ranks(replica) for replica, _ in asked}
 
             def action(replica: int) -> ControlAction:
                 return ReceiveWeights(
@@ -203,19 +198,54 @@ class EngineControls:
                     first_receiver=sum(count for other, count in ranks.items() if other < replica),
                 )
 
-            version = self._exchange(action, version)
-            self._forget_sources()
+            version = self._exchange(asked, action, version)
+            self._begin_anew(set(ranks))
             return version
 
-    def catch_up(self, replica: int) -> None:
-        """Give a replica that was started again the weights that the others serve with, as far as they are in files.
+    def is_busy(self, replica: int) -> bool:
+        """Whether a replica was asked for something that may take long and has not answered; its loop turns no further meanwhile.
 
         Args:
-            replica: Its number; it serves nothing yet.
+            replica: Its number.
         """
+        with self._news:
+            return any(owed[1] == replica for owed in self._owed)
+
+    def is_stale(self, replica: int) -> bool:
+        """Whether a replica waits for a whole update, because it has other weights than the others.
+
+        Args:
+            replica: Its number.
+        """
+        with self._news:
+            return self._holders is not None and replica not in self._holders
+
+    def join(self, replica: int) -> None:
+        """Bring a replica that has started to where the others are, and give it requests if that can be done.
+
+        While something is asked of the others it waits for the end of that; nobody waits here.
+
+        Args:
+            replica: Its number.
+        """
+        with self._news:
+            if self._is_asking:
+                self._late.add(replica)
+                return
+        if self.is_stale(replica):
+            _log.warning(
+                "replica %d was started again without weights version %d, which a trainer sent; it serves after the next whole "
+                "update",
+                replica,
+                self.version,
+            )
+            return
         for path in self._sources:
-            self._lines.tell(replica, Control(number=next(self._numbers), action=LoadWeights(path=path)))
-            self._lines.tell(replica, Control(number=next(self._numbers), action=SwapWeights(version=self.version)))
+            self._tell(replica, LoadWeights(path=path))
+            self._tell(replica, SwapWeights(version=self.version))
+        for action in self._in_force:
+            self._tell(replica, action)
+        self._lines.admit(replica)
 
     def take(self, replica: int, dp_rank: int, answer: Answer) -> None:
         """Note an answer.
@@ -224,12 +254,18 @@ class EngineControls:
             replica: Whose.
             dp_rank: Which of its leaders'.
             answer: What it says.
+
+        Raises:
+            PeerFailedError: It could not do what it was told when it joined.
         """
         with self._news:
+            self._owed.discard((answer.number, replica, dp_rank))
             if answer.number == self._number:
                 self._answers[replica, dp_rank] = answer
                 self._missing.discard((replica, dp_rank))
                 self._news.notify_all()
+            elif answer.error is not None:
+                raise PeerFailedError(f"replica {replica} does not get where the others are: {answer.error}")
 
     def lose(self, replica: int | None, error: ParallelRuntimeError) -> None:
         """Wait for no answer of a replica any more.
@@ -241,37 +277,78 @@ class EngineControls:
         if replica is None:
             self._forget_sources()
         with self._news:
+            self._owed = {owed for owed in self._owed if replica is not None and owed[1] != replica}
+            self._late.discard(-1 if replica is None else replica)
+            if self._holders is not None:
+                self._holders.discard(-1 if replica is None else replica)
             gone = {leader for leader in self._missing if replica is None or leader[0] == replica}
             if gone:
                 self._lost = error
                 self._missing -= gone
                 self._news.notify_all()
 
-    def _exchange(self, action: Callable[[int], ControlAction], version: int | None) -> int:
+    @contextmanager
+    def _turn(self) -> Iterator[_Leaders]:
+        """Nothing else is asked meanwhile. Those that come up later are not asked, and join at the end."""
+        with self._one_at_a_time:
+            with self._news:
+                self._is_asking = True
+                asked = tuple(leader for leader in self._lines.leaders if leader[0] not in self._late)
+            try:
+                yield asked
+            finally:
+                with self._news:
+                    self._is_asking = False
+                    late, self._late = self._late, set()
+                for replica in sorted(late):
+                    self.join(replica)
+
+    def _order(
+        self, action: ControlAction, *, ends: ControlAction | None = None, timeout_s: float | None = None
+    ) -> tuple[Answer, ...]:
+        """Ask everybody, and remember what is in force from now on."""
+        with self._turn() as asked:
+            answers = self._ask(asked, action, timeout_s=timeout_s)
+            if isinstance(action, Pause | Sleep) and action not in self._in_force:
+                self._in_force.append(action)
+            if ends in self._in_force:
+                self._in_force.remove(ends)
+            return answers
+
+    def _exchange(self, asked: _Leaders, action: Callable[[int], ControlAction], version: int | None) -> int:
         version = self.version + 1 if version is None else version
         try:
-            self._ask(action)
+            self._ask(asked, action)
         except ParallelRuntimeError:
-            self._ask(SwapWeights(version=None))
+            self._ask(asked, SwapWeights(version=None))
             raise
-        self._ask(SwapWeights(version=version))
+        self._ask(asked, SwapWeights(version=version))
         self.version = version
         return version
 
     def _ask(
-        self, action: ControlAction | Callable[[int], ControlAction], *, timeout_s: float | None = None
+        self, asked: _Leaders, action: ControlAction | Callable[[int], ControlAction], *, timeout_s: float | None = None
     ) -> tuple[Answer, ...]:
-        with self._one_at_a_time:
-            asked = self._lines.leaders
-            with self._news:
-                self._number, self._missing = next(self._numbers), set(asked)
-                self._answers, self._lost = {}, None
-            for replica in sorted({replica for replica, _ in asked}):
-                what = action(replica) if callable(action) else action
-                self._lines.tell(replica, Control(number=self._number, action=what))
-            return self._wait(asked, timeout_s)
+        still_there = set(self._lines.leaders)
+        with self._news:
+            asked = tuple(leader for leader in asked if leader in still_there and leader[0] not in self._late)
+            self._number, self._missing = next(self._numbers), set(asked)
+            self._answers, self._lost = {}, None
+        for replica in sorted({replica for replica, _ in asked}):
+            what = action(replica) if callable(action) else action
+            self._tell(replica, what, number=self._number)
+        for replica in {replica for replica, _ in still_there.difference(self._lines.leaders)}:
+            self.lose(replica, PeerLostError(f"replica {replica} was lost as it was asked"))
+        return self._wait(asked, timeout_s)
 
-    def _wait(self, asked: tuple[tuple[int, int], ...], timeout_s: float | None) -> tuple[Answer, ...]:
+    def _tell(self, replica: int, action: ControlAction, *, number: int | None = None) -> None:
+        number = next(self._numbers) if number is None else number
+        if not isinstance(action, Health):
+            with self._news:
+                self._owed |= {(number, *leader) for leader in self._lines.leaders if leader[0] == replica}
+        self._lines.tell(replica, Control(number=number, action=action))
+
+    def _wait(self, asked: _Leaders, timeout_s: float | None) -> tuple[Answer, ...]:
         with self._news:
             if not self._news.wait_for(lambda: not self._missing, timeout_s):
                 late = ", ".join(f"replica {replica} dp {dp_rank}" for replica, dp_rank in sorted(self._missing))
@@ -291,6 +368,15 @@ class EngineControls:
         path = Path(folder.name) / "tensors.pt"
         torch.save({name: tensor.detach().cpu() for name, tensor in tensors.items()}, path)
         return str(path)
+
+    def _begin_anew(self, holders: set[int] | None) -> None:
+        """All weights are others now: in files, or just in these replicas. Those that had waited for that may serve."""
+        self._forget_sources()
+        with self._news:
+            before, self._holders = self._holders, holders
+        if before is not None:
+            for replica in sorted({replica for replica, _ in self._lines.leaders} - before - self._late):
+                self._lines.admit(replica)
 
     def _forget_sources(self) -> None:
         self._sources.clear()

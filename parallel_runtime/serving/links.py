@@ -5,11 +5,32 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 from multiprocessing.connection import Connection, wait
-from typing import final
+from typing import Protocol, final
 
 from parallel_runtime.serving.messages import FrontMessage, LeaderMessage, decode_leader, encode
 
-__all__ = ["LeaderLinks"]
+__all__ = ["LeaderLines", "LeaderLinks"]
+
+
+class LeaderLines(Protocol):
+    """The ways to the leaders, as the controller has them."""
+
+    @property
+    def leaders(self) -> tuple[tuple[int, int], ...]:
+        """Replica and data-parallel rank of each leader that serves, in order."""
+        ...
+
+    def num_ranks(self, replica: int) -> int:
+        """Ranks of a replica that serves."""
+        ...
+
+    def tell(self, replica: int, message: FrontMessage) -> None:
+        """Send a message to every leader of a replica."""
+        ...
+
+    def admit(self, replica: int) -> None:
+        """Give a replica requests from now on."""
+        ...
 
 
 @final

@@ -290,7 +290,7 @@ class _Keeper:
             return
         if self._wants_restart.is_set():
             raise _RestartWantedError(f"replica {self._number} is started again, as was asked")
-        if problem := life.problem(now):
+        if problem := life.problem(now, is_busy=self._controller.controls.is_busy(self._number)):
             raise PeerTimeoutError(f"replica {self._number}: {problem}")
         if life.asks(now):
             self._controller.tell(self._number, Ping())

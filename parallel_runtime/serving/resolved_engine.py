@@ -1,9 +1,8 @@
 """An engine as it will be: everything that follows from its config, its model and this machine, before anything is started."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
 from os import fspath
-from typing import Any, final
+from typing import final
 
 from parallel_runtime.config.environment import current_environ
 from parallel_runtime.config.parallel_config import ParallelConfig
@@ -13,126 +12,23 @@ from parallel_runtime.errors import ConfigError
 from parallel_runtime.launch.processes import threads_per_rank
 from parallel_runtime.models import Checkpoint, open_checkpoint
 from parallel_runtime.models.config import ModelConfig
+from parallel_runtime.models.stages import split_stages
 from parallel_runtime.serving.blocks import blocks_for
 from parallel_runtime.serving.engine_config import EngineConfig, shared_threads
+from parallel_runtime.serving.identities import Choice, ProcessIdentity, ResolvedEngine
 from parallel_runtime.serving.lockstep import needs_lockstep
 from parallel_runtime.serving.machine import Machine, measure_machine
 from parallel_runtime.serving.shard_memory import RankShard, rank_shard
-from parallel_runtime.serving.stages import split_stages
 from parallel_runtime.serving.worker import check_servable
 from parallel_runtime.topology.layout import Coordinate
 from parallel_runtime.topology.sequence import rows_per_block
 
-__all__ = ["Choice", "ProcessIdentity", "ResolvedEngine", "resolve_engine"]
+__all__ = ["resolve_checkpoint", "resolve_engine"]
 
 _CACHE_SHARE = 0.3
 _FRONT_DESCRIPTORS = 24
 _RANK_DESCRIPTORS = 6
 """In the front process: its output, outcome and lifeline pipes, and its sentinel, for each rank."""
-
-
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
-    """A setting that was not given, what it became, and why.
-
-    Attributes:
-        setting: Its name.
-        value: What it became.
-        why: The reason, with the numbers.
-    """
-
-    setting: str
-    value: str
-    why: str
-
-
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProcessIdentity:
-    """Who one rank will be.
-
-    Attributes:
-        replica: Its replica.
-        rank: Its rank in the replica's world.
-        coordinate: Its index on the dense axes, and on those of the experts where there are some.
-        leads: Whether it speaks with the front process.
-        host: Where it runs.
-        device: Where its tensors live.
-        threads: Threads it computes with.
-        layers: First and last layer it holds.
-        query_heads: How many it holds.
-        kv_heads: How many it holds.
-        channels: Whom it exchanges messages with, beside its groups.
-        groups: Its groups of several ranks, and what each opens.
-        weight_bytes: Of its weights.
-        kv_bytes: Of its KV cache.
-        shared_bytes: Of its communicators.
-    """
-
-    replica: int
-    rank: int
-    coordinate: Mapping[str, int]
-    leads: bool
-    host: str
-    device: str
-    threads: int
-    layers: tuple[int, int]
-    query_heads: int
-    kv_heads: int
-    channels: tuple[str, ...]
-    groups: tuple[str, ...]
-    weight_bytes: int
-    kv_bytes: int
-    shared_bytes: int
-
-
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ResolvedEngine:
-    """An engine with nothing left to choose.
-
-    Attributes:
-        config: What the user said, with the KV cache said where several replicas share the memory.
-        model_path: File or directory of the model.
-        model: What the model looks like.
-        machine: What the machine has.
-        processes: Every rank of every replica.
-        lockstep: Whether the data-parallel ranks of a replica compute in step.
-        kv_cache_tokens: Tokens of KV cache of each data-parallel rank.
-        max_request_tokens: Longest prompt plus new tokens of one request.
-        choices: Whatever was chosen for the user.
-    """
-
-    config: EngineConfig
-    model_path: str
-    model: ModelConfig
-    machine: Machine
-    processes: tuple[ProcessIdentity, ...]
-    lockstep: bool
-    kv_cache_tokens: int
-    max_request_tokens: int
-    choices: tuple[Choice, ...]
-
-    @property
-    def needed_bytes(self) -> int:
-        """Memory of all ranks together: weights, KV caches and communicators."""
-        return sum(each.weight_bytes + each.kv_bytes + each.shared_bytes for each in self.processes)
-
-    def as_dict(self) -> dict[str, Any]:
-        """Everything as plain JSON values."""
-        return {
-            "config": self.config.model_dump(mode="json"),
-            "model_path": self.model_path,
-            "model": self.model.shape.model_dump(mode="json"),
-            "machine": asdict(self.machine),
-            "lockstep": self.lockstep,
-            "kv_cache_tokens": self.kv_cache_tokens,
-            "max_request_tokens": self.max_request_tokens,
-            "needed_bytes": self.needed_bytes,
-            "processes": [asdict(process) for process in self.processes],
-            "choices": [asdict(choice) for choice in self.choices],
-        }
 
 
 def resolve_engine(
@@ -154,12 +50,33 @@ def resolve_engine(
         LauncherEnvironmentError: ``OMP_NUM_THREADS`` is not a number of threads.
     """
     with open_checkpoint(config.model) as checkpoint:
-        _check_model(config, checkpoint)
-        model, path = checkpoint.config, fspath(checkpoint.path)
+        return resolve_checkpoint(config, checkpoint, machine=machine, environ=environ)
+
+
+def resolve_checkpoint(
+    config: EngineConfig, checkpoint: Checkpoint, *, machine: Machine | None = None, environ: Mapping[str, str] | None = None
+) -> ResolvedEngine:
+    """``resolve_engine`` for a model that is open already.
+
+    Args:
+        config: What the user says.
+        checkpoint: The model that it names. Borrowed.
+        machine: Where it will run; this one by default.
+        environ: Variables of this process by default.
+
+    Returns:
+        The engine.
+
+    Raises:
+        CheckpointError: Its tensors are not what its config says.
+        ConfigError: As for ``resolve_engine``.
+        LauncherEnvironmentError: ``OMP_NUM_THREADS`` is not a number of threads.
+    """
+    _check_model(config, checkpoint)
     return _Resolver(
         config,
-        path,
-        model,
+        fspath(checkpoint.path),
+        checkpoint.config,
         measure_machine() if machine is None else machine,
         current_environ() if environ is None else environ,
     ).resolve()
@@ -184,6 +101,7 @@ class _Resolver:
         self.config, self.path, self.model, self.machine, self.environ = config, path, model, machine, environ
         self.choices: list[Choice] = []
         self.is_threaded = config.executor == "threads"
+        self.is_remote = config.executor == "ray"
         self.itemsize = 4 if config.serving.dtype == "float32" else 2
 
     def resolve(self) -> ResolvedEngine:
@@ -227,12 +145,7 @@ class _Resolver:
     def check_start(self) -> None:
         """Refuse what could not even be started."""
         ranks = self.config.replicas * self.config.parallel.world_size
-        if self.config.executor == "ray":
-            raise ConfigError(
-                'executor="ray": Ray chooses where ranks run, so nothing is known of them before; look at this machine with '
-                'executor="processes"'
-            )
-        if self.is_threaded:
+        if self.is_threaded or self.is_remote:
             return
         need = _FRONT_DESCRIPTORS * self.config.replicas + _RANK_DESCRIPTORS * ranks
         if need > self.machine.descriptors:
@@ -246,6 +159,12 @@ class _Resolver:
     def choose_device(self) -> str:
         parallel, gpus = self.config.parallel, len(self.machine.gpu_bytes)
         world_size = parallel.world_size
+        if self.is_remote:
+            device = "cuda" if parallel.device == "cuda" else "cpu"
+            self.choose("placement", f"{world_size} bundles of a placement group per replica", "Ray chooses their nodes")
+            if parallel.device == "auto":
+                self.choose("parallel.device", device, "what this process sees; a rank takes the GPU that Ray gives it, if any")
+            return device
         if parallel.device == "cuda" and gpus < world_size:
             raise ConfigError(f'device="cuda" for {world_size} ranks, but this machine has {gpus} GPUs; every rank needs one')
         can_use = gpus >= world_size and parallel.backend in ("auto", "nccl") and not self.is_threaded
@@ -267,6 +186,10 @@ class _Resolver:
         if serving.kv_cache_tokens is not None:
             return blocks_for(serving.kv_cache_tokens, page) * page
         wanted = min(serving.max_batch_requests, serving.max_batch_tokens) * blocks_for(longest, page)
+        if self.is_remote:
+            tokens = wanted * page
+            self.choose("serving.kv_cache_tokens", f"at most {tokens:,}", "ranks take less where memory is short")
+            return tokens
         block_bytes = max(self.kv_bytes(shard, page) for shard in shards.values())
         sharers = 1 if device == "cuda" else self.config.replicas * len(shards)
         free = min(self.machine.gpu_bytes[: len(shards)]) if device == "cuda" else self.machine.memory_bytes
@@ -342,8 +265,8 @@ class _Resolver:
             rank=rank,
             coordinate={axis: getattr(place, axis) for axis in axes},
             leads=leads,
-            host=self.machine.host,
-            device=f"cuda:{rank}" if device == "cuda" else "cpu",
+            host=f"bundle {rank}" if self.is_remote else self.machine.host,
+            device=device if self.is_remote or device == "cpu" else f"cuda:{rank}",
             threads=threads,
             layers=(shard.layers.start, shard.layers.stop - 1),
             query_heads=len(shard.heads.query),
@@ -357,6 +280,8 @@ class _Resolver:
 
     def check_memory(self, resolved: ResolvedEngine, device: str) -> None:
         processes = resolved.processes
+        if self.is_remote:
+            return
         if device == "cuda":
             for process in processes:
                 need, free = process.weight_bytes + process.kv_bytes, self.machine.gpu_bytes[process.rank]

@@ -21,6 +21,7 @@ class Supervision(FrozenModel):
 
     Attributes:
         health_s: Longest time in which a leader does not answer whether its loop turns; longer than the longest step.
+        longest_control_s: The same while it does what was asked of its replica, such as an update of its weights.
         start_s: Longest time from starting a replica until it serves.
         max_restarts: Failures in a row after which a replica is started again; ``None`` is 3 where there are several replicas,
             and 0 for a single one, whose failure is at once the engine's.
@@ -34,6 +35,7 @@ class Supervision(FrozenModel):
     """
 
     health_s: float = Field(default=30.0, gt=0, le=LONGEST_S)
+    longest_control_s: float = Field(default=600.0, gt=0, le=LONGEST_S)
     start_s: float = Field(default=600.0, gt=0, le=LONGEST_S)
     max_restarts: int | None = Field(default=None, ge=0)
     backoff_s: float = Field(default=0.5, ge=0, le=LONGEST_S)
@@ -143,11 +145,12 @@ class ReplicaLife:
             self._unanswered.setdefault(leader, now)
         return True
 
-    def problem(self, now: float) -> str:
+    def problem(self, now: float, *, is_busy: bool = False) -> str:
         """Say what is wrong with its silence.
 
         Args:
             now: Seconds on the same clock.
+            is_busy: Whether it was asked for something that may take long.
 
         Returns:
             Such as ``"leader 0 has not answered for 30 s (health_s)"``; ``""`` while nothing is.
@@ -155,8 +158,10 @@ class ReplicaLife:
         rules = self._rules
         if self.state is ReplicaState.STARTING and now - self._since > rules.start_s:
             return f"it does not serve {rules.start_s:g} s after its start (start_s)"
-        late = [leader for leader, since in self._unanswered.items() if now - since > rules.health_s]
-        return f"leader {late[0]} has not answered for {rules.health_s:g} s (health_s)" if late else ""
+        name = "longest_control_s" if is_busy else "health_s"
+        limit_s: float = getattr(rules, name)
+        late = [leader for leader, since in self._unanswered.items() if now - since > limit_s]
+        return f"leader {late[0]} has not answered for {limit_s:g} s ({name})" if late else ""
 
     def fail(self, now: float, *, is_final: bool = False) -> float | None:
         """It has failed, or could not be started.

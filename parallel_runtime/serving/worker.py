@@ -24,6 +24,7 @@ from parallel_runtime.layers import ExpertGroups
 from parallel_runtime.models.causal_lm import CausalLM, load_model
 from parallel_runtime.models.checkpoint import Checkpoint
 from parallel_runtime.models.resolve import open_checkpoint
+from parallel_runtime.models.stages import split_stages
 from parallel_runtime.serving.batch import Batch
 from parallel_runtime.serving.blocks import blocks_for
 from parallel_runtime.serving.context_groups import ContextGroups
@@ -36,7 +37,6 @@ from parallel_runtime.serving.model_weights import ModelWeights
 from parallel_runtime.serving.policy import PolicyLimits
 from parallel_runtime.serving.runner import ModelRunner
 from parallel_runtime.serving.serving_config import ServingConfig
-from parallel_runtime.serving.stages import split_stages
 from parallel_runtime.serving.timeline import Timeline
 from parallel_runtime.serving.token_keys import mix_seed
 from parallel_runtime.topology.shards import split_experts

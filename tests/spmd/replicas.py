@@ -25,9 +25,9 @@ from parallel_runtime.serving import (
     TpModelWorker,
 )
 from parallel_runtime.serving.balancer import BalancePolicy
+from parallel_runtime.serving.deliveries import Delivery
 from parallel_runtime.serving.lockstep import needs_lockstep
 from parallel_runtime.serving.messages import Shutdown, StepOutput, encode
-from parallel_runtime.serving.request_stream import Delivery
 
 __all__ = ["Replicas"]
 
@@ -89,7 +89,7 @@ class Replicas:
 
     def generate(self, *prompts: tuple[int, ...], new: int) -> list[tuple[int, ...]]:
         """What becomes of prompts that arrive together; the next rank in turn gets the first."""
-        return [result.token_ids for result in self.controller.gather([self.request(prompt, new) for prompt in prompts])]
+        return [self.tokens(sink) for sink in [self.submit(prompt, new) for prompt in prompts]]
 
     def request(self, prompt: tuple[int, ...], new: int) -> Request:
         """A greedy request with a name of its own."""

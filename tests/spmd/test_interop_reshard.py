@@ -9,22 +9,21 @@ from torch import Tensor, nn
 from parallel_runtime import ParallelConfig, ParallelContext, run_threads
 from parallel_runtime.interop import bytes_lacking, local_state, model_placement, plan_moves, reshard
 from parallel_runtime.layers import ExpertGroups
-from parallel_runtime.models import CausalLM, ModelConfig, open_checkpoint
+from parallel_runtime.models import CausalLM, ModelConfig, open_checkpoint, split_stages
 from parallel_runtime.models.causal_lm import load_model
 from parallel_runtime.testing.checkpoints import tiny_llama_config, tiny_moe_config, write_safetensors_checkpoint
-from parallel_runtime.topology.shards import split_layers
 
 LLAMA = ParallelConfig(tp=2, pp=2), ParallelConfig(tp=4)
 
 
 def _empty(ctx: ParallelContext, config: ModelConfig) -> CausalLM:
-    layers = split_layers(config.num_layers, num_stages=ctx.pp.world_size)[ctx.pp.rank_in_group]
+    layers = split_stages(config, num_stages=ctx.pp.world_size)[ctx.pp.rank_in_group]
     return CausalLM(config, tp=ctx.tp, experts=ExpertGroups(tp=ctx.tp, ep=ctx.ep, etp=ctx.etp), layers=layers)
 
 
 def _loaded(ctx: ParallelContext, folder: Path) -> CausalLM:
     with open_checkpoint(folder) as checkpoint:
-        layers = split_layers(checkpoint.config.num_layers, num_stages=ctx.pp.world_size)[ctx.pp.rank_in_group]
+        layers = split_stages(checkpoint.config, num_stages=ctx.pp.world_size)[ctx.pp.rank_in_group]
         groups = ExpertGroups(tp=ctx.tp, ep=ctx.ep, etp=ctx.etp)
         return load_model(checkpoint, tp=ctx.tp, experts=groups, layers=layers)
 

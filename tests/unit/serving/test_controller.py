@@ -1,6 +1,5 @@
 """The controller with leaders played by the test."""
 
-import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ import pytest
 from parallel_runtime.errors import ArgumentError, ContextStateError, PeerLostError, QueueFullError, RequestError
 from parallel_runtime.serving.balancer import BalancePolicy
 from parallel_runtime.serving.controller import DataParallelController
+from parallel_runtime.serving.deliveries import Delivery
 from parallel_runtime.serving.messages import (
     Abort,
     FinishReason,
@@ -29,7 +29,6 @@ from parallel_runtime.serving.messages import (
     decode_front,
     encode,
 )
-from parallel_runtime.serving.request_stream import Delivery
 from parallel_runtime.serving.sampling_params import SamplingParams
 
 
@@ -184,79 +183,12 @@ def test_a_failure_ends_all_and_stays(stage: Stage) -> None:
     for call in (stage.controller.wait_ready, lambda: stage.controller.submit(make("b"), stage.sink)):
         with pytest.raises(PeerLostError, match="rank 1 is gone"):
             call()
-    with pytest.raises(PeerLostError, match="rank 1 is gone"):
-        stage.controller.gather([make("c")])
-    assert stage.controller.gather([]) == []
 
 
 def test_a_leader_that_hangs_up_is_noticed(stage: Stage) -> None:
     stage.leaders[0].close()
     stage.controller.pump(1.0)
     assert stage.controller.num_open_links() == 1
-
-
-def play(stage: Stage, is_over: threading.Event) -> None:
-    """Leaders that answer each request with as many tokens as it asks for, the newest request first."""
-    while not is_over.is_set():
-        for dp_rank in range(2):
-            requests = [message.request for message in stage.heard(dp_rank) if isinstance(message, Submit)]
-            for request in reversed(requests):
-                for token in range(request.sampling.max_new_tokens - 1):
-                    stage.leaders[dp_rank].send_bytes(encode(StepOutput(request_id=request.request_id, token_ids=(token,))))
-                stage.leaders[dp_rank].send_bytes(encode(end(request.request_id, len(request.prompt))))
-        stage.controller.pump(0.01)
-
-
-@pytest.fixture
-def served(stage: Stage) -> Iterator[Stage]:
-    is_over = threading.Event()
-    thread = threading.Thread(target=play, args=(stage, is_over))
-    thread.start()
-    yield stage
-    is_over.set()
-    thread.join()
-
-
-def test_gather_keeps_the_order_and_passes_the_limit(served: Stage) -> None:
-    requests = [make(f"r{index}", length=index + 1, new=index % 3 + 1) for index in range(20)]
-    results = served.controller.gather(requests)
-    assert [result.request_id for result in results] == [request.request_id for request in requests]
-    assert [len(result.token_ids) for result in results] == [request.sampling.max_new_tokens for request in requests]
-    assert [result.token_ids[-1] for result in results] == list(range(1, 21))
-    assert served.controller.requests_per_rank == (0, 0)
-
-
-def test_a_stream_that_is_left_early_aborts(stage: Stage) -> None:
-    stream = stage.controller.stream([make(name) for name in "abcde"])
-    assert [stage.heard(rank) for rank in range(2)] == [[], []]
-
-    def answer() -> None:
-        stage.leaders[0].poll(5.0)
-        stage.say(0, StepOutput(request_id="a", token_ids=(3,)))
-
-    thread = threading.Thread(target=answer)
-    thread.start()
-    assert next(stream).token_ids == (3,)
-    thread.join()
-    stream.close()
-    stream.close()
-    aborted = {message.request_id for rank in range(2) for message in stage.heard(rank) if isinstance(message, Abort)}
-    assert aborted == {"a", "b", "c"}
-    with pytest.raises(StopIteration):
-        next(stream)
-
-
-def test_one_refused_request_ends_the_stream_and_aborts_the_rest(stage: Stage) -> None:
-    def refuse() -> None:
-        stage.leaders[0].poll(5.0)
-        stage.say(0, Rejected(request_id="a", message="too long"))
-
-    thread = threading.Thread(target=refuse)
-    thread.start()
-    with pytest.raises(RequestError, match="too long"):
-        stage.controller.gather([make("a"), make("b")])
-    thread.join()
-    assert Abort("b") in stage.heard(1)
 
 
 def test_tokens_balance_where_that_is_asked_for() -> None:

@@ -54,12 +54,29 @@ def test_it_is_entered_once_and_used_inside(model: Path) -> None:
             call()
 
 
+def test_a_model_that_cannot_fit_into_the_memory_starts_nothing(model: Path) -> None:
+    before = threading.active_count()
+    serving = ServingConfig(kv_cache_tokens=10**12)
+    with pytest.raises(ConfigError, match=r"1 ranks need .* for the KV cache, and .* are free"):
+        Engine(model, serving=serving).__enter__()
+    assert threading.active_count() == before
+
+
+def test_priority_reaches_the_requests_of_a_call(engine: Engine) -> None:
+    sampling = SamplingParams(max_new_tokens=1, n=2)
+    requests = [reader.request for reader in engine.read_prompts(PROMPTS[:2], sampling, priority=3)]
+    assert [request.priority for request in requests] == [3] * 4
+    for call in (engine.generate, engine.stream):
+        with pytest.raises(RequestError, match=r"priority of request 'r[0-9]+' must be an integer from -8 to 8, got 9"):
+            call(PROMPTS[:1], priority=9)
+    assert len(engine.generate(PROMPTS[:1], sampling, priority=-8)) == 2
+
+
 def test_impossible_settings_start_nothing(model: Path) -> None:
     before = threading.active_count()
     for parallel, serving, text in (
         (ParallelConfig(tp=5), ServingConfig(), "tp=5 is more than the 4 query heads"),
         (ParallelConfig(pp=2), ServingConfig(stage_layers=(1, 1)), "stage sizes"),
-        (ParallelConfig(cp=2), ServingConfig(), "cp=2: models are served with tp, pp, dp and"),
         (
             ParallelConfig(tp=2, ep=2),
             ServingConfig(),
@@ -194,10 +211,11 @@ def test_a_file_that_is_not_what_its_config_says_starts_nothing(model: Path) -> 
         Engine(broken, parallel=ParallelConfig(pp=2), executor="threads").__enter__()
 
 
-def test_a_rank_that_fails_while_starting(model: Path) -> None:
-    serving = ServingConfig(kv_cache_tokens=2**45)
+def test_a_rank_that_fails_while_starting(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one whose memory is taken by somebody else after the engine has looked."""
+    monkeypatch.setattr("parallel_runtime.serving.worker.available_bytes", lambda device: 1)
     with pytest.raises(RankFailedError, match=r"rank \d of 2 failed in .*serve_rank: .*memory"):
-        Engine(model, parallel=ParallelConfig(pp=2), serving=serving, executor="threads").__enter__()
+        Engine(model, parallel=ParallelConfig(pp=2), executor="threads").__enter__()
 
 
 def test_an_idle_engine_outlives_the_control_deadline(model: Path) -> None:

@@ -16,6 +16,7 @@ from parallel_runtime.serving.controls import (
     LoadWeights,
     Pause,
     ReceiveWeights,
+    Sleep,
     Status,
     SwapWeights,
 )
@@ -28,13 +29,17 @@ STATUS = Status(num_waiting=0, num_running=0, num_free_blocks=1, num_cached_bloc
 class Lines:
     """Two replicas of two leaders each, which answer at once, unless told otherwise."""
 
-    leaders = ((0, 0), (0, 1), (2, 0), (2, 1))
+    leaders: tuple[tuple[int, int], ...] = ((0, 0), (0, 1), (2, 0), (2, 1))
 
     def __init__(self) -> None:
         self.told: list[tuple[int, ControlAction]] = []
         self.controls = EngineControls(self)
         self.error: Callable[[ControlAction], str | None] = lambda action: None
         self.silent: set[int] = set()
+        self.admitted: list[int] = []
+
+    def admit(self, replica: int) -> None:
+        self.admitted.append(replica)
 
     def num_ranks(self, replica: int) -> int:
         return 4
@@ -101,21 +106,77 @@ def test_receivers_are_numbered_through_all_replicas() -> None:
 
 def test_a_replica_that_comes_back_gets_the_weights_of_the_others() -> None:
     lines = Lines()
-    lines.controls.catch_up(2)
-    assert lines.told == []
+    lines.controls.join(2)
+    assert (lines.told, lines.admitted) == ([], [2])
     lines.controls.update_weights("old")
     lines.controls.update_weights("full")
     lines.controls.update_weights({"model.norm.weight": torch.ones(2)})
     part = lines.told[-4][1]
     assert isinstance(part, LoadWeights)
     assert torch.equal(torch.load(part.path)["model.norm.weight"], torch.ones(2))
+    lines.controls.sleep()
+    lines.controls.pause()
+    lines.controls.resume()
     lines.told.clear()
-    lines.controls.catch_up(2)
-    assert lines.told == [(2, LoadWeights("full")), (2, SwapWeights(3)), (2, part), (2, SwapWeights(3))]
+    lines.controls.join(2)
+    assert lines.told == [(2, LoadWeights("full")), (2, SwapWeights(3)), (2, part), (2, SwapWeights(3)), (2, Sleep())]
+    assert lines.admitted == [2, 2]
     lines.controls.lose(None, PeerLostError("the engine was closed"))
     assert not Path(part.path).exists()
-    lines.told.clear()
+
+
+def test_weights_of_a_trainer_are_not_there_for_one_that_comes_back() -> None:
+    """It waits for the next update of all weights; one of some does not help it."""
+    lines = Lines()
     lines.controls.receive_weights("host", 5)
+    assert not lines.controls.is_stale(2), "it was there"
+    lines.controls.lose(2, PeerLostError("rank 5 was killed"))
     lines.told.clear()
-    lines.controls.catch_up(2)
-    assert lines.told == []
+    lines.controls.join(2)
+    assert (lines.told, lines.admitted, lines.controls.is_stale(2)) == ([], [], True)
+    lines.controls.update_weights({"model.norm.weight": torch.ones(2)})
+    assert (lines.admitted, lines.controls.is_stale(2)) == ([], True)
+    lines.controls.update_weights("full")
+    assert (lines.admitted, lines.controls.is_stale(2)) == ([2], False)
+    lines.controls.lose(None, PeerLostError("the engine was closed"))
+
+
+def test_one_that_comes_up_during_an_update_joins_after_it() -> None:
+    lines = Lines()
+    lines.leaders = ((0, 0), (0, 1))
+
+    def come_up(action: ControlAction) -> None:
+        if isinstance(action, LoadWeights) and lines.leaders[-1][0] == 0:
+            lines.leaders = (*lines.leaders, (2, 0), (2, 1))
+            lines.controls.join(2)
+
+    lines.error = come_up
+    lines.controls.update_weights("new")
+    assert lines.told == [(0, LoadWeights("new")), (0, SwapWeights(1)), (2, LoadWeights("new")), (2, SwapWeights(1))]
+    assert lines.admitted == [2]
+
+
+def test_one_that_cannot_do_what_the_others_did_is_told_of() -> None:
+    lines = Lines()
+    lines.controls.update_weights("new")
+    lines.error = lambda action: "no such file"
+    with pytest.raises(PeerFailedError, match="replica 2 does not get where the others are: no such file"):
+        lines.controls.join(2)
+
+
+def test_who_is_busy_is_known_until_all_its_leaders_have_answered() -> None:
+    lines = Lines()
+    lines.silent = {2}
+    thread = threading.Thread(target=lines.controls.pause)
+    thread.start()
+    while not lines.controls.is_busy(2):
+        pass
+    assert not lines.controls.is_busy(0)
+    lines.controls.take(2, 0, Answer(number=0, status=STATUS))
+    assert lines.controls.is_busy(2)
+    lines.controls.take(2, 1, Answer(number=0, status=STATUS))
+    thread.join()
+    assert not lines.controls.is_busy(2)
+    with pytest.raises(PeerTimeoutError):
+        lines.controls.health(timeout_s=0.01)
+    assert not lines.controls.is_busy(2), "one that turns answers that at once"

@@ -21,6 +21,8 @@ from parallel_runtime.errors import (
     RankFailedError,
 )
 from parallel_runtime.serving.controller import DataParallelController
+from parallel_runtime.serving.controls import Answer, Control, Status
+from parallel_runtime.serving.deliveries import Delivery
 from parallel_runtime.serving.executors import RankExecutor
 from parallel_runtime.serving.messages import (
     FinishReason,
@@ -35,12 +37,12 @@ from parallel_runtime.serving.messages import (
     encode,
 )
 from parallel_runtime.serving.replicas import Replicas
-from parallel_runtime.serving.request_stream import Delivery
 from parallel_runtime.serving.sampling_params import SamplingParams
 from parallel_runtime.serving.supervision import ReplicaState, Supervision
 
 pytestmark = pytest.mark.timeout(30)
 
+STATUS = Status(num_waiting=0, num_running=0, num_free_blocks=1, num_cached_blocks=0, num_reused_tokens=0, weights_version=0)
 READY = Ready(dp_rank=0, num_blocks=1, page_size=1, max_request_tokens=9, vocab_size=9)
 LIMIT_S = 10.0
 
@@ -198,6 +200,42 @@ def test_a_leader_that_does_not_answer_is_lost() -> None:
         assert not well.is_ended.is_set()
         is_over.set()
         thread.join()
+
+
+def test_a_leader_that_does_what_it_was_asked_is_not_lost_for_its_silence() -> None:
+    """It loads weights for longer than a leader may be silent."""
+    stage = Stage(1, health_s=0.2)
+    with stage.stack:
+        (slow,) = stage.start()
+        asker = threading.Thread(target=stage.controller.controls.pause)
+        asker.start()
+        while not isinstance(message := decode_front(slow.leader.recv_bytes()), Control):
+            pass
+        assert not slow.is_ended.wait(0.6)
+        slow.leader.send_bytes(encode(Answer(number=message.number, status=STATUS)))
+        asker.join(LIMIT_S)
+        assert not asker.is_alive()
+        assert slow.is_ended.wait(LIMIT_S), "silent again, and asked for nothing"
+
+
+def test_one_that_lacks_the_weights_of_a_trainer_gets_no_requests(stage: Stage) -> None:
+    first, second = stage.start()
+    asker = threading.Thread(target=stage.controller.controls.receive_weights, args=("host", 1))
+    asker.start()
+    for _ in range(2):
+        for world in (first, second):
+            while not isinstance(message := decode_front(world.leader.recv_bytes()), Control):
+                pass
+            world.leader.send_bytes(encode(Answer(number=message.number, status=STATUS)))
+    asker.join(LIMIT_S)
+    first.outcome = KILLED
+    stage.next_world().serve()
+    stage.controller.wait_ready(LIMIT_S)
+    for name in "ab":
+        stage.submit(name)
+    assert [second.hear().request_id, second.hear().request_id] == ["a", "b"]
+    with pytest.raises(ContextStateError, match="replica 0 lacks weights version 1; update all weights first"):
+        stage.replicas.resume(0)
 
 
 def test_a_leader_that_hangs_up_without_a_verdict_is_lost(stage: Stage) -> None:

@@ -12,12 +12,13 @@ from parallel_runtime.config import ParallelConfig
 from parallel_runtime.errors import CheckpointError, ConfigError
 from parallel_runtime.layers import ExpertGroups
 from parallel_runtime.models import load_model, open_checkpoint
+from parallel_runtime.models.stages import split_stages
 from parallel_runtime.models.tensor_shapes import tensor_shapes
 from parallel_runtime.serving import Engine, EngineConfig, ServingConfig
+from parallel_runtime.serving.identities import ResolvedEngine
 from parallel_runtime.serving.machine import Machine, measure_machine
-from parallel_runtime.serving.resolved_engine import ResolvedEngine, resolve_engine
+from parallel_runtime.serving.resolved_engine import resolve_engine
 from parallel_runtime.serving.shard_memory import rank_shard
-from parallel_runtime.serving.stages import split_stages
 from parallel_runtime.testing.checkpoints import tiny_llama_config, tiny_moe_config, write_safetensors_checkpoint
 from tests.spmd.tiny_models import write_tiny_model
 from tests.unit.layers.ranks import alone
@@ -67,6 +68,15 @@ def test_choices_are_told_with_their_numbers(model: str) -> None:
     assert why(resolve(model, environ={"OMP_NUM_THREADS": "3"}))["threads of a rank"] == ("3", "OMP_NUM_THREADS says so")
     assert why(resolve(model, executor="threads"))["parallel.backend"] == ("local", "ranks are threads")
     assert why(resolve(model, parallel=ParallelConfig(pp=2)))["serving.num_microbatches"][0] == "2"
+
+
+def test_on_ray_ranks_have_bundles_and_nothing_is_refused_for_this_machine(model: str) -> None:
+    poor = replace(MACHINE, memory_bytes=1000, descriptors=0, has_loopback=False)
+    resolved = resolve(model, poor, executor="ray", replicas=2, parallel=ParallelConfig(tp=2))
+    assert [process.host for process in resolved.processes] == ["bundle 0", "bundle 1"] * 2
+    chosen = why(resolved)
+    assert chosen["placement"] == ("2 bundles of a placement group per replica", "Ray chooses their nodes")
+    assert chosen["serving.kv_cache_tokens"][0].startswith("at most ")
 
 
 def test_what_is_given_is_not_chosen(model: str) -> None:
@@ -124,7 +134,6 @@ def test_gpus_are_taken_where_there_is_one_for_each_rank(model: str) -> None:
         ({"parallel": ParallelConfig(pp=5)}, {}, "pp=5"),
         ({"parallel": ParallelConfig(dp=-1)}, {}, "a size of -1 is filled in from the number of ranks"),
         ({"parallel": ParallelConfig(tp=2, dcp=2)}, {}, "dcp=2 spreads the tokens of a KV head over 2 neighbours"),
-        ({"executor": "ray"}, {}, 'executor="ray": Ray chooses where ranks run'),
         ({"parallel": ParallelConfig(device="cuda")}, {}, 'device="cuda" for 1 ranks, but this machine has 0 GPUs'),
         ({"replicas": 2}, {"gpu_bytes": (10**9,)}, "replicas=2 on GPUs"),
         ({}, {"gpu_bytes": (10**5,)}, "rank 0 needs .* on cuda:0, which has 100 kB"),

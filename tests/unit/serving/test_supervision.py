@@ -37,6 +37,15 @@ def test_one_leader_that_does_not_answer_is_named() -> None:
     assert asked == [2, 4, 6, 8, 10]
 
 
+def test_one_that_is_busy_has_longer() -> None:
+    life = serving()
+    assert life.asks(2.0)
+    assert (life.problem(11.0, is_busy=True), life.problem(602.0, is_busy=True)) == ("", "")
+    assert life.problem(603.0, is_busy=True) == "leader 0 has not answered for 600 s (longest_control_s)"
+    life.hear(0)
+    assert life.problem(603.0) == "", "its answer ends that too"
+
+
 def test_nobody_is_late_who_was_not_asked() -> None:
     """As after this process itself was stopped for long."""
     life = serving()

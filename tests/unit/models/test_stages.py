@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parallel_runtime.errors import ConfigError
-from parallel_runtime.serving.stages import split_stages
+from parallel_runtime.models.stages import split_stages
 from parallel_runtime.testing.checkpoints import tiny_llama_config, tiny_moe_config
 
 
