@@ -113,7 +113,7 @@ def test_sigterm_lets_running_answers_end(model: Path) -> None:
 
 
 def test_a_second_signal_ends_running_answers(model: Path) -> None:
-    with serve(model) as command:
+    with serve(model, "--executor", "threads") as command:
         with stream(command, 2000) as chunks:
             command.process.send_signal(signal.SIGINT)
             wait_until(lambda: command.get("/health").status_code == 503)
@@ -149,3 +149,14 @@ def test_a_killed_rank_of_one_replica_loses_no_answer(model: Path) -> None:
         wait_until(lambda: command.get("/health").json()["status"] == "serving")
         command.process.send_signal(signal.SIGTERM)
         assert command.ended()[0] == 0
+
+
+def test_a_signal_while_the_model_is_loaded_ends_it(model: Path) -> None:
+    command = [sys.executable, "-m", "parallel_runtime.cli.main", "serve", "--model", str(model), "--port", "0", "--tp", "2"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        assert process.stderr.readline().startswith("listening on http://127.0.0.1:")
+        process.send_signal(signal.SIGTERM)
+        _, said = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 0
+    assert said == "ending now\n"

@@ -151,9 +151,9 @@ async def serve_http(engine: AsyncEngine, settings: HttpSettings, *, say: Callab
         ConfigError: The address cannot be listened on.
         ParallelRuntimeError: The engine could not be started, or no replica is left.
     """
-    async with HttpServer(engine, settings) as server:
-        say(server, "listening")
-        with _Signals() as signals:
+    with _Signals() as signals:
+        async with HttpServer(engine, settings) as server:
+            say(server, "listening")
             start = asyncio.ensure_future(engine.__aenter__())
             stop = asyncio.ensure_future(signals.next())
             await asyncio.wait((start, stop), return_when=asyncio.FIRST_COMPLETED)

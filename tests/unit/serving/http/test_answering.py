@@ -213,9 +213,12 @@ def test_a_client_that_leaves_ends_its_requests(server: Served, is_streamed: boo
 
 
 def test_a_client_that_does_not_read_holds_up_nobody(model: Path) -> None:
-    with served(model, write_s=0.3, serving={"kv_cache_tokens": 16384}) as server:
+    with served(model, write_s=0.3) as server:
+        listener = server.server._socket
+        assert listener is not None
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # of the connections that it accepts from here on
         body = json.dumps(
-            {"prompt": [3, 4], "max_tokens": 500, "n": 8, "stream": True, "logprobs": 20, "temperature": 0}
+            {"prompt": [3, 4], "max_tokens": 100, "n": 2, "stream": True, "logprobs": 20, "temperature": 0}
         ).encode()
         host, port = server.server.url.removeprefix("http://").split(":")
         with socket.socket() as client:

@@ -263,3 +263,17 @@ def test_names_of_models() -> None:
     assert model_name("smollm2") == "smollm2"
     assert model_name("/some/where/Tiny-Llama/") == "Tiny-Llama"
     assert model_name("/some/where/tiny.Q8_0.gguf") == "tiny.Q8_0"
+
+
+def test_what_is_no_http_harms_nobody(server: Served) -> None:
+    host, port = server.server.url.removeprefix("http://").split(":")
+    for garbage in (b"\x16\x03\x01\x02\x00\n\r\n\r\n", b"POST /v1/completions HTTP/1.1\r\ncontent-length: x\r\n\r\n"):
+        with socket.create_connection((host, int(port))) as client:
+            client.sendall(garbage)
+            assert client.recv(4096).startswith(b"HTTP/1.1 400 ")
+    with socket.create_connection((host, int(port))) as client:
+        client.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 9\r\n\r\n{"
+        )
+    server.until_idle()
+    assert server.http.get("/health").status_code == 200
