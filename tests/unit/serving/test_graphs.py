@@ -46,7 +46,7 @@ def make_runner(model: Path, *, for_graphs: bool = True) -> ModelRunner:
     return runner
 
 
-PROMPTS = Batch(chunks=(chunk(0, *range(9)), chunk(1, 7, 8, 9), chunk(2, 1), chunk(3, 4, 4, 4, 4)))
+PROMPTS = Batch(chunks=(chunk(0, *range(30, 39)), chunk(1, 7, 8, 9), chunk(2, 1), chunk(3, 4, 4, 4, 4)))
 STEPS = (
     Batch(chunks=(chunk(0, 11, start=9), chunk(1, 12, start=3), chunk(3, 13, start=4))),
     Batch(chunks=(chunk(2, 14, start=1),)),
