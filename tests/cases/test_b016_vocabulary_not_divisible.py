@@ -6,10 +6,13 @@ import pytest
 import torch
 
 from parallel_runtime.comm import GroupCoordinator
-from parallel_runtime.errors import ArgumentError
+from parallel_runtime.config import ParallelConfig
+from parallel_runtime.errors import ArgumentError, RequestError
 from parallel_runtime.layers import ParallelHead, VocabParallelEmbedding
 from parallel_runtime.models import load_model, open_checkpoint
+from parallel_runtime.serving import Engine, SamplingParams
 from parallel_runtime.testing.checkpoints import tiny_llama_config, write_safetensors_checkpoint
+from tests.spmd.tiny_models import greedy_reference
 from tests.unit.layers.ranks import on_ranks, outcomes
 
 V, D = 101, 8
@@ -78,3 +81,15 @@ def test_b016_an_id_outside_the_vocabulary_is_an_error_on_every_rank() -> None:
     for outcome in outcomes(2, run):
         assert isinstance(outcome, ArgumentError)
         assert "token ids reach from 3 to 101; the vocabulary has 101: 0 to 100" in str(outcome)
+
+
+def test_b016_an_engine_refuses_such_an_id_and_draws_none(tmp_path: Path) -> None:
+    model = write_safetensors_checkpoint(tmp_path / "model", tiny_llama_config(vocab_size=V, eos_ids=()))
+    prompts = [(0, 50, 51, 100), (7,)]
+    with Engine(model, parallel=ParallelConfig(tp=2), executor="threads") as engine:
+        with pytest.raises(RequestError, match="101"):
+            engine.generate([(3, 101)])
+        greedy = engine.generate(prompts, SamplingParams(max_new_tokens=8))
+        drawn = engine.generate(prompts, SamplingParams(max_new_tokens=50, temperature=50.0))
+    assert [completion.token_ids for completion in greedy] == greedy_reference(model, prompts, 8)
+    assert all(token < V for completion in drawn for token in completion.token_ids)

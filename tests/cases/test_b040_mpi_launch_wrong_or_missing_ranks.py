@@ -30,7 +30,13 @@ def test_b040_openmpi_without_a_master_asks_for_it() -> None:
         detect(openmpi(rank=3, size=4, local_rank=1, local_size=2))
 
 
-@pytest.mark.parametrize("given", [("RANK",), ("WORLD_SIZE",), ("LOCAL_RANK",), ("RANK", "WORLD_SIZE"), ("RANK", "LOCAL_RANK")])
+@pytest.mark.parametrize(
+    "given",
+    [
+        *(("RANK",), ("WORLD_SIZE",), ("LOCAL_RANK",)),
+        *(("RANK", "WORLD_SIZE"), ("RANK", "LOCAL_RANK"), ("WORLD_SIZE", "LOCAL_RANK")),
+    ],
+)
 def test_b040_partial_torch_variables_name_the_missing_ones(given: tuple[str, ...]) -> None:
     missing = ", ".join(name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") if name not in given)
     with pytest.raises(LauncherEnvironmentError, match=rf"torchrun variables are partial: .*missing {missing}\."):

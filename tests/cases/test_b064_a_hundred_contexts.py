@@ -2,6 +2,7 @@
 
 import gc
 import os
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from parallel_runtime.launch import launch, run_threads
 CONFIG = ParallelConfig(tp=2)
 
 
-def usage(ctx: ParallelContext) -> dict[str, object]:
+def usage(ctx: ParallelContext) -> dict[str, Any]:
     """What there is, once every rank has closed what it had."""
     ctx.world.barrier()
     gc.collect()
@@ -43,7 +44,7 @@ def once(ctx: ParallelContext, backend: str, *, fails: bool) -> None:
         pass
 
 
-def hundred(ctx: ParallelContext, backend: str) -> list[dict[str, object]]:
+def hundred(ctx: ParallelContext, backend: str) -> list[dict[str, Any]]:
     seen = []
     for number in range(100):
         once(ctx, backend, fails=bool(number % 2))
