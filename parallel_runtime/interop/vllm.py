@@ -1,10 +1,12 @@
 """A context behind the getters of vLLM's ``parallel_state``."""
 
+from contextlib import AbstractContextManager
 from typing import final
 
 from torch import Tensor
 
 from parallel_runtime.context import ContextState, ParallelContext
+from parallel_runtime.context.capture import GraphCapture
 from parallel_runtime.interop.peer_group import PeerGroup
 
 __all__ = ["VllmState", "vllm_state"]
@@ -116,6 +118,19 @@ class VllmState:
         Collective: all ranks of the group.
         """
         return self._tp.gather(input_, dst, dim)
+
+    def graph_capture(self, stream: object | None = None) -> AbstractContextManager[GraphCapture]:
+        """The capture of the context's groups; see ``ParallelContext.graph_capture``.
+
+        Args:
+            stream: To capture on; a new one by default.
+
+        Returns:
+            For ``with``.
+
+        Collective: all ranks; they meet at the end of the block.
+        """
+        return self._ctx.graph_capture(stream)
 
     def model_parallel_is_initialized(self) -> bool:
         """Whether the context is open."""

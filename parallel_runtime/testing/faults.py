@@ -227,6 +227,18 @@ class _Trap(Communicator):
     def supports(self, operation: Operation, dtype: torch.dtype, nbytes: int) -> bool:
         return self._inner.supports(operation, dtype, nbytes)
 
+    def paths(self) -> str:
+        return self._inner.paths()
+
+    def enter_capture(self) -> None:
+        self._inner.enter_capture()
+
+    def leave_capture(self) -> None:
+        self._inner.leave_capture()
+
+    def register_captured(self, timeout_s: float) -> None:
+        self._inner.register_captured(timeout_s)
+
     def all_reduce_(self, tensor: Tensor, op: ReduceOp, timeout_s: float) -> None:
         self._count().all_reduce_(tensor, op, timeout_s)
 

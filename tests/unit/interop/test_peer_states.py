@@ -138,6 +138,8 @@ def test_a_group_of_one_hands_back_what_it_got() -> None:
         assert group.send_tensor_dict(tensors) is tensors
         assert group.broadcast_tensor_dict(tensors) is tensors
         assert group.recv_tensor_dict() is None
+        with pytest.raises(ArgumentError, match="CUDA"), state.graph_capture():
+            pass
         state.destroy_model_parallel()
         state.destroy_distributed_environment()
     assert not state.model_parallel_is_initialized()
