@@ -135,7 +135,9 @@ def add_bench(commands: "argparse._SubParsersAction[Any]") -> None:
     parser.add_argument("-f", "--factor", type=int, default=4, metavar="N", help="from one size to the next (default 4)")
     parser.add_argument("-n", "--iters", type=int, default=20, metavar="N", help="timed calls of each size (default 20)")
     parser.add_argument("-w", "--warmup", type=int, default=5, metavar="N", help="calls before them (default 5)")
-    parser.add_argument("-c", "--check", action="store_true", help="compare results with what they must be; exit 1 if one is wrong")
+    parser.add_argument(
+        "-c", "--check", action="store_true", help="compare results with what they must be; exit 1 if one is wrong"
+    )
     parser.add_argument("--json", action="store_true", help="write JSON instead of a table")
     add_size_options(parser)
 

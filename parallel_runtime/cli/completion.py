@@ -136,7 +136,9 @@ def _zsh(commands: tuple[_Command, ...]) -> str:
     for command in commands:
         lines += [f"        {command.name})", "            _arguments \\"]
         for option in command.options:
-            value = "" if not option.takes_value else f":value:({' '.join(option.choices)})" if option.choices else ":value:_files"
+            value = (
+                "" if not option.takes_value else f":value:({' '.join(option.choices)})" if option.choices else ":value:_files"
+            )
             lines += [f"                '{flag}[{quoted(option.help)}]{value}' \\" for flag in option.flags]
         words = f"({' '.join(command.words)})" if command.words else "_files"
         lines += [f"                '*:argument:{words}' ;;"]

@@ -7,7 +7,10 @@ from dataclasses import asdict
 from typing import Any
 
 import msgspec
+from rich.console import Console
+from rich.text import Text
 
+from parallel_runtime.cli.tables import STYLES
 from parallel_runtime.config.addresses import parse_address
 from parallel_runtime.config.environment import current_environ
 from parallel_runtime.context.attach import LiveContext, attach
@@ -67,5 +70,10 @@ def _facts(context: LiveContext) -> dict[str, Any]:
 
 
 def _write(as_json: bool, facts: object, lines: list[str]) -> None:
+    console = Console(soft_wrap=True)
+    if console.is_terminal and not as_json:
+        for line in lines:
+            console.print(Text(line, style=STYLES.get(line.partition(" ")[0], "")))
+        return
     text = json.dumps(facts, indent=2, default=dict) if as_json else "\n".join(lines)
     sys.stdout.write(f"{text}\n")

@@ -8,9 +8,10 @@ from types import MappingProxyType
 from typing import Any, Final, get_args
 
 from parallel_runtime.cli.sizes import add_size_options, sizes_from_options
+from parallel_runtime.cli.tables import show_tables
 from parallel_runtime.cli.vocabularies import flag_of, helps_of
 from parallel_runtime.config import FrozenModel, current_environ
-from parallel_runtime.config.plan_text import Table, format_bytes, render_tables
+from parallel_runtime.config.plan_text import Table, format_bytes
 from parallel_runtime.serving import EngineConfig, ServingConfig, Supervision
 from parallel_runtime.serving.engine_config import ExecutorKind
 from parallel_runtime.serving.engine_sources import load_engine_config
@@ -88,7 +89,7 @@ def show_dry_run(config: EngineConfig, *, as_json: bool) -> int:
     if as_json:
         sys.stdout.write(f"{json.dumps(resolved.as_dict(), indent=2)}\n")
     else:
-        sys.stdout.write(f"{_headline(resolved)}\n\n{render_tables(_tables(resolved))}")
+        show_tables(_headline(resolved), _tables(resolved))
     return 0
 
 

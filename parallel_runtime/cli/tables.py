@@ -12,10 +12,10 @@ from rich.text import Text
 
 from parallel_runtime.config.plan_text import Table, render_tables
 
-__all__ = ["show_tables"]
+__all__ = ["STYLES", "show_tables"]
 
-_STYLES: Final = MappingProxyType({"ok": "green", "bad": "bold red", "note": "yellow", "warn": "yellow"})
-"""How cells with exactly such a text look."""
+STYLES: Final = MappingProxyType({"ok": "green", "note": "yellow", "warn": "yellow", "bad": "bold red"})
+"""How a verdict looks on a terminal."""
 
 
 def show_tables(headline: str, tables: Iterable[Table]) -> None:
@@ -44,7 +44,7 @@ def _as_rich(table: Table) -> RichTable:
         rich.add_column(name, overflow="fold")
     for row in table.rows:
         cells = zip(table.header, row, strict=True)
-        rich.add_row(*(_Groups(cell) if name == "members" else Text(cell, style=_STYLES.get(cell, "")) for name, cell in cells))
+        rich.add_row(*(_Groups(cell) if name == "members" else Text(cell, style=STYLES.get(cell, "")) for name, cell in cells))
     return rich
 
 

@@ -95,7 +95,8 @@ def _tell(profiles: list[RankProfile], options: argparse.Namespace) -> None:
         sys.stdout.write(f"{json.dumps({'trace': options.output, 'ranks': told}, indent=2)}\n")
         return
     rows = tuple(
-        (str(each.rank), str(each.stage), f"{each.seconds:.2f}", f"{each.busy:.1%}", f"{each.scheduling:.1%}") for each in profiles
+        (str(each.rank), str(each.stage), f"{each.seconds:.2f}", f"{each.busy:.1%}", f"{each.scheduling:.1%}")
+        for each in profiles
     )
     table = Table(title="Shares of the time between a rank's first batch and its last", header=_HEADER, rows=rows)
     show_tables(f"{options.output}: {len(profiles)} ranks; open it in https://ui.perfetto.dev", [table])

@@ -10,8 +10,12 @@ from parallel_runtime.serving.controls import RankProfile, Span
 __all__ = ["trace_picture"]
 
 _COLORS: Final = MappingProxyType({"compute": "#3b7dd8", "receive": "#e8e8e8", "schedule": "#e0912f"})
-_LEGEND: Final = (("compute", "computes"), ("schedule", "schedules"), ("receive", "waits for the stage before"))
-_LEFT: Final = 170
+_LEGEND: Final = (
+    ("compute", "computes (forward, sampling)"),
+    ("schedule", "schedules"),
+    ("receive", "waits for the stage before"),
+)
+_LEFT: Final = 190
 _WIDTH: Final = 1100
 _ROW: Final = 34
 _TOP: Final = 64
@@ -41,9 +45,9 @@ def trace_picture(profiles: Sequence[RankProfile], title: str, *, window_s: floa
             if span.end_s > begin_s and span.start_s < begin_s + window_s and span.what in _COLORS:
                 marks.append(_box(span, y, begin_s, begin_s + window_s, scale))
     y = _TOP + len(profiles) * _ROW + 22
-    marks.append(Words(x=20, y=y, text=f"{window_s * 1e3:.0f} ms of {(last_s - first_s) * 1e3:.0f} ms"))
+    marks.append(Words(x=20, y=y, text=f"{window_s * 1e3:.0f} of {(last_s - first_s) * 1e3:,.0f} ms"))
     for number, (what, text) in enumerate(_LEGEND):
-        x = _LEFT + number * 220
+        x = _LEFT + number * 240
         marks += [Box(x=x, y=y - 11, width=14, height=14, fill=_COLORS[what]), Words(x=x + 20, y=y, text=text)]
     return Picture(width=_WIDTH, height=y + 20, title=title, marks=tuple(marks))
 

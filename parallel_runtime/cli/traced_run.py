@@ -62,7 +62,7 @@ def run_traced(ctx: ParallelContext, run: TracedRun) -> RankProfile:
     worker = TpModelWorker(ctx, model=run.model, config=run.serving)
     front, link = Pipe() if worker.is_leader else (None, None)
     scheduler = Scheduler(ctx, worker, link=link)
-    feeder = None if front is None else threading.Thread(target=_feed, args=(front, run), daemon=True)
+    feeder = None if front is None else threading.Thread(target=_feed, args=(front, run, _prompt(run.model)), daemon=True)
     with ctx.trace(run.path) as recording:
         worker.timeline.start()
         if feeder is not None:
@@ -78,10 +78,13 @@ def run_traced(ctx: ParallelContext, run: TracedRun) -> RankProfile:
     return profile
 
 
-def _feed(front: Connection, run: TracedRun) -> None:
+def _prompt(model: str) -> tuple[int, ...]:
+    with open_checkpoint(model) as checkpoint:
+        return tuple(load_tokenizer(checkpoint).encode(PROMPT))
+
+
+def _feed(front: Connection, run: TracedRun, prompt: tuple[int, ...]) -> None:
     """Be the front process of one leader: hand in every request, and end the loop once all of them are answered."""
-    with open_checkpoint(run.model) as checkpoint:
-        prompt = tuple(load_tokenizer(checkpoint).encode(PROMPT))
     sampling = SamplingParams(max_new_tokens=run.max_new_tokens, ignore_eos=True)
     for number in range(run.num_requests):
         tokens = (*prompt, *prompt[1 : 2 + number % len(prompt)])  # prompts that differ

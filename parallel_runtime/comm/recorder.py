@@ -15,7 +15,7 @@ Entry: TypeAlias = tuple[str, int, str, torch.dtype | None, tuple[int, ...], flo
 """A started operation: group, sequence, operation, dtype, shape, start (``time.perf_counter`` seconds)."""
 
 Observer: TypeAlias = Callable[[Entry, float, float | None], None]
-"""Told of every finished operation: its entry, its seconds, and those it spent waiting for peers, ``None`` where nobody can tell."""
+"""Told of every finished operation: entry, seconds, and those of them spent waiting for peers (``None``: nobody can tell)."""
 
 
 @final

@@ -68,7 +68,7 @@ class Seeing(ABC):
             OSError: The file cannot be written; on the first rank alone.
             PeerError: A rank failed or left.
 
-        Collective: all ranks, at the same point of their programs; its end measures their clocks and sends all parts to the first.
+        Collective: all ranks, at the same point of their programs. Its end measures clocks and sends all parts to the first.
         """
         self._check_open()
         if self._recording is not None:

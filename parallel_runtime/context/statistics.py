@@ -178,7 +178,13 @@ class _Totals:
     def read(self) -> list[OperationStatistics]:
         return [
             OperationStatistics(
-                group=group, ranks=self._ranks, operation=operation, calls=calls, nbytes=nbytes, seconds=seconds, waited_s=waited_s
+                group=group,
+                ranks=self._ranks,
+                operation=operation,
+                calls=calls,
+                nbytes=nbytes,
+                seconds=seconds,
+                waited_s=waited_s,
             )
             for (group, operation), (calls, nbytes, seconds, waited_s) in tuple(self._sums.items())
         ]
