@@ -7,6 +7,7 @@ from parallel_runtime.layers.embedding import ParallelHead, VocabParallelEmbeddi
 from parallel_runtime.layers.expert_groups import ExpertGroups
 from parallel_runtime.layers.experts import Experts, Router, Routing
 from parallel_runtime.layers.feed_forward import GatedFeedForward
+from parallel_runtime.layers.fused import ResidualSum
 from parallel_runtime.layers.linear import (
     ColumnParallelLinear,
     GateUpParallelLinear,
@@ -35,6 +36,7 @@ __all__ = [
     "ParallelHead",
     "QkvParallelLinear",
     "RMSNorm",
+    "ResidualSum",
     "RotaryAngles",
     "RotaryPositions",
     "Router",

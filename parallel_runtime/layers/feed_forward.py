@@ -68,7 +68,7 @@ class GatedFeedForward(nn.Module):
 
         Collective: one all_reduce of the result; all members, same order.
         """
-        out_TD: Tensor = self.down_proj(self._inner(x_TD))
+        out_TD: Tensor = self.down_proj(self.inner(x_TD))
         return out_TD
 
     def partial(self, x_TD: Tensor) -> Tensor:
@@ -80,9 +80,17 @@ class GatedFeedForward(nn.Module):
         Returns:
             ``(T, D)``, different on every member.
         """
-        return self.down_proj.partial(self._inner(x_TD))
+        return self.down_proj.partial(self.inner(x_TD))
 
-    def _inner(self, x_TD: Tensor) -> Tensor:
+    def inner(self, x_TD: Tensor) -> Tensor:
+        """What the outer projection is applied to.
+
+        Args:
+            x_TD: ``(T, D)``, equal on every member.
+
+        Returns:
+            ``(T, F)``, this member's part.
+        """
         both: Tensor = self.gate_up_proj(x_TD)
         gate_TF, up_TF = both.chunk(2, dim=-1)
         return functional.silu(gate_TF) * up_TF

@@ -201,6 +201,18 @@ class RowParallelLinear(PackableLayer):
         """
         return apply_linear(x, self.weight)
 
+    def partial_into(self, x: Tensor, out: Tensor) -> None:
+        """``partial`` written to ``out``: by the product itself where the weight is plain. No gradients.
+
+        Args:
+            x: ``(T, local inputs)``.
+            out: ``(T, out_features)``.
+        """
+        if self.weight.is_mkldnn:
+            out.copy_(apply_linear(x, self.weight))
+        else:
+            torch.mm(x, self.weight.detach().t(), out=out)
+
     def load(self, weight: TensorSource, bias: TensorSource | None = None) -> None:
         """Take this member's columns out of the full weight, and the whole bias.
 

@@ -14,11 +14,12 @@ from parallel_runtime.errors import ArgumentError
 from parallel_runtime.layers.attention import Attention
 from parallel_runtime.layers.embedding import ParallelHead
 from parallel_runtime.layers.expert_groups import ExpertGroups
+from parallel_runtime.layers.fused import ResidualSum
 from parallel_runtime.layers.packing import PackableLayer
 from parallel_runtime.layers.rotary import RotaryPositions
 from parallel_runtime.models.checkpoint import Checkpoint
 from parallel_runtime.models.config import ModelConfig
-from parallel_runtime.models.decoder import DecoderLayer, ModelParts
+from parallel_runtime.models.decoder import DecoderLayer, ModelParts, Stream
 from parallel_runtime.models.weights import Weights, under
 from parallel_runtime.topology.shards import Uneven
 
@@ -73,7 +74,9 @@ class CausalLM(nn.Module):
         self.dtype = dtype
         self.is_first_stage = self.layers.start == 0
         self.is_last_stage = self.layers.stop == config.num_layers
-        parts = ModelParts(config=config, tp=tp, experts=experts, dtype=dtype, device=device, uneven=uneven)
+        parts = ModelParts(
+            config=config, tp=tp, experts=experts, dtype=dtype, device=device, uneven=uneven, residual_sum=ResidualSum(tp)
+        )
         self.embed_tokens = parts.embedding() if self.is_first_stage else None
         self.decoder = nn.ModuleList(DecoderLayer(parts, layer) for layer in self.layers)
         self.norm = parts.norm() if self.is_last_stage else None
@@ -96,7 +99,7 @@ class CausalLM(nn.Module):
         Raises:
             ArgumentError: The number of positions is not that of the inputs, or an id is outside the vocabulary.
 
-        Collective: two all_reduces of ``(T, D)`` for each layer, one more on the first stage, and what ``MixtureOfExperts`` adds;
+        Collective: two sums of ``(T, D)`` for each layer, one more on the first stage, and what ``MixtureOfExperts`` adds;
             all members, same order. No tokens at all are a step like any other.
         """
         if positions_T.shape != inputs.shape[:1]:
@@ -105,9 +108,11 @@ class CausalLM(nn.Module):
             )
         hidden_TD = inputs if self.embed_tokens is None else self.embed_tokens(inputs)
         angles = self._positions.angles(positions_T, self.dtype)
-        for index in range(len(self.layers)):
-            hidden_TD = self._layer(index)(hidden_TD, angles, attention, index)
-        return hidden_TD if self.norm is None else self.norm(hidden_TD)
+        stream = Stream(hidden_TD, self._layer(0).input_layernorm(hidden_TD))
+        norms = [*(self._layer(index).input_layernorm for index in range(1, len(self.layers))), self.norm]
+        for index, norm in enumerate(norms):
+            stream = self._layer(index)(stream, angles, attention, index, norm)
+        return stream.normed
 
     def logits(self, hidden_SD: Tensor) -> Tensor:
         """Logits of the whole vocabulary; last stage only.

@@ -4,7 +4,7 @@ Legend: T tokens of a step, D hidden size; of this rank: H query heads, K key/va
 """
 
 from dataclasses import dataclass
-from typing import final
+from typing import NamedTuple, final
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from parallel_runtime.layers.embedding import ParallelHead, VocabParallelEmbeddi
 from parallel_runtime.layers.expert_groups import ExpertGroups
 from parallel_runtime.layers.experts import Experts, Router
 from parallel_runtime.layers.feed_forward import GatedFeedForward
+from parallel_runtime.layers.fused import ResidualSum
 from parallel_runtime.layers.linear import QkvParallelLinear, RowParallelLinear
 from parallel_runtime.layers.moe import MixtureOfExperts, SharedExpert
 from parallel_runtime.layers.norm import RMSNorm
@@ -24,7 +25,7 @@ from parallel_runtime.models.config import MixtureConfig, ModelConfig
 from parallel_runtime.models.weights import Weights, under
 from parallel_runtime.topology.shards import Uneven
 
-__all__ = ["DecoderLayer", "ModelParts", "SelfAttention"]
+__all__ = ["DecoderLayer", "ModelParts", "SelfAttention", "Stream"]
 
 
 @final
@@ -39,6 +40,7 @@ class ModelParts:
         dtype: Of the parameters.
         device: Of the parameters.
         uneven: Whether shards may differ in size.
+        residual_sum: What all layers end their row-parallel products with.
 
     Raises:
         ArgumentError: The model has experts and there are no groups for them, or these are about another ``tp``.
@@ -50,6 +52,7 @@ class ModelParts:
     dtype: torch.dtype
     device: torch.device | None
     uneven: Uneven
+    residual_sum: ResidualSum
 
     def __post_init__(self) -> None:
         if self.config.mixture is not None and self.experts is None:
@@ -141,6 +144,19 @@ class ModelParts:
 
 
 @final
+class Stream(NamedTuple):
+    """What flows from layer to layer; equal on every member.
+
+    Attributes:
+        hidden: ``(T, D)``, the residual stream.
+        normed: Its norm, as the next part wants it.
+    """
+
+    hidden: Tensor
+    normed: Tensor
+
+
+@final
 class SelfAttention(nn.Module):
     """Attention of one layer: projections around an owner of the KV cache.
 
@@ -159,7 +175,7 @@ class SelfAttention(nn.Module):
         self.num_kv_heads = len(self.qkv_proj.heads.kv)
 
     def forward(self, x_TD: Tensor, angles: RotaryAngles, attention: Attention, index: int) -> Tensor:
-        """Apply the layer.
+        """Attend, up to the projection behind the attention.
 
         Args:
             x_TD: ``(T, D)``, equal on every member.
@@ -168,9 +184,7 @@ class SelfAttention(nn.Module):
             index: Position of the layer in its stage.
 
         Returns:
-            ``(T, D)``, equal on every member.
-
-        Collective: one all_reduce of the result; all members, same order.
+            ``(T, H * d)``, what ``o_proj`` is applied to.
         """
         T, H, K, d = x_TD.shape[0], self.num_query_heads, self.num_kv_heads, self._config.head_dim
         heads = self.qkv_proj(x_TD).view(T, H + 2 * K, d)
@@ -180,8 +194,7 @@ class SelfAttention(nn.Module):
             normed = (self.q_norm(heads[:, :H]), self.k_norm(heads[:, H : H + K]))
             turned = rotate(torch.cat(normed, dim=1), angles)
         out_THd = attention.attend(index, turned[:, :H], turned[:, H:], heads[:, H + K :])
-        out_TD: Tensor = self.o_proj(out_THd.reshape(T, H * d))
-        return out_TD
+        return out_THd.reshape(T, H * d)
 
     def load(self, weights: Weights) -> None:
         """Read this rank's shard.
@@ -227,6 +240,7 @@ class DecoderLayer(nn.Module):
         super().__init__()
         self._config = config = parts.config
         self._mixture = mixture = config.mixture_of(layer)
+        self._residual_sum = parts.residual_sum
         self.input_layernorm = parts.norm()
         self.self_attn = SelfAttention(parts)
         self.post_attention_layernorm = parts.norm()
@@ -234,23 +248,28 @@ class DecoderLayer(nn.Module):
             parts.feed_forward(config.intermediate_size, bias=config.mlp_bias) if mixture is None else parts.mixture(mixture)
         )
 
-    def forward(self, hidden_TD: Tensor, angles: RotaryAngles, attention: Attention, index: int) -> Tensor:
+    def forward(self, stream: Stream, angles: RotaryAngles, attention: Attention, index: int, norm: RMSNorm | None) -> Stream:
         """Apply the layer.
 
         Args:
-            hidden_TD: ``(T, D)``, equal on every member.
+            stream: Its hidden states, and their norm by ``input_layernorm``.
             angles: Of the tokens' positions.
             attention: The step.
             index: Position of the layer in its stage.
+            norm: What follows the layer: the norm of the next one or of the model; ``None`` at the end of a stage.
 
         Returns:
-            ``(T, D)``, equal on every member.
+            The hidden states behind it, and their norm by ``norm``.
 
-        Collective: two all_reduces of the result, and what ``MixtureOfExperts`` adds; all members, same order.
+        Collective: two sums of the result, see ``ResidualSum``, and what ``MixtureOfExperts`` adds; all members, same order.
         """
-        hidden_TD = hidden_TD + self.self_attn(self.input_layernorm(hidden_TD), angles, attention, index)
-        mlp_TD: Tensor = self.mlp(self.post_attention_layernorm(hidden_TD))
-        return hidden_TD + mlp_TD
+        attended = self.self_attn(stream.normed, angles, attention, index)
+        add = self._residual_sum
+        hidden_TD, normed_TD = add(self.self_attn.o_proj, attended, stream.hidden, self.post_attention_layernorm)
+        if isinstance(self.mlp, GatedFeedForward):
+            return Stream(*add(self.mlp.down_proj, self.mlp.inner(normed_TD), hidden_TD, norm))
+        hidden_TD = hidden_TD + self.mlp(normed_TD)
+        return Stream(hidden_TD, hidden_TD if norm is None else norm(hidden_TD))
 
     def load(self, weights: Weights) -> None:
         """Read this rank's shard: of the experts only its own ones are looked at.
