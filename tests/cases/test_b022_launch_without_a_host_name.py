@@ -24,14 +24,15 @@ def refuse(*args):
 
 socket.gethostname = socket.getfqdn = socket.gethostbyname = refuse
 
-def listening():
-    return [c.laddr.ip for c in psutil.Process().net_connections(kind="inet") if c.status == psutil.CONN_LISTEN]
-
-def work(ctx):
-    return ctx.tp.all_reduce(torch.ones(1)).item(), listening()
+def work(ctx, parent):
+    processes = psutil.Process(), psutil.Process(parent)
+    connections = [c for process in processes for c in process.net_connections(kind="inet")]
+    listening = [c.laddr.ip for c in connections if c.status == psutil.CONN_LISTEN]
+    ctx.tp.barrier()
+    return ctx.tp.all_reduce(torch.ones(1)).item(), listening
 
 if __name__ == "__main__":
-    for total, addresses in launch(work, ParallelConfig(tp=2, shm="off")):
+    for total, addresses in launch(work, ParallelConfig(tp=2, shm="off"), os.getpid()):
         assert total == 2.0, total
         assert set(addresses) == {"127.0.0.1"}, addresses
     print("done")
