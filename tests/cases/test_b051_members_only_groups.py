@@ -1,6 +1,7 @@
 """B051, B069: groups opened by their members alone are never mixed up, and wait for nobody else."""
 
 import random
+import threading
 import time
 
 import pytest
@@ -67,13 +68,34 @@ def test_b069_eight_processes_open_three_axes() -> None:
     assert launch(count_groups, EIGHT, timeout_s=30) == [(5, 8.0)] * 8
 
 
-def test_b069_opening_leaves_keys_of_members_only() -> None:
-    """No key in the store names a group that its writer is not in, and their number grows with the groups of a rank."""
+@pytest.mark.parametrize(("backend", "shm"), [("local", "auto"), ("gloo", "on"), ("gloo", "off")])
+def test_b069_a_group_waits_for_its_members_only(backend: str, shm: str) -> None:
+    """Those of the first group have opened and used it before anybody else begins."""
+    is_used = threading.Event()
+
+    def one_after_another(ctx: ParallelContext) -> float:
+        is_first = 0 in ctx.layout.group_of(ctx.rank, "tp", "pp")
+        assert is_first or is_used.wait(30)
+        group = ctx.open_group("tp", "pp")
+        total = group.all_reduce(torch.tensor(10.0**ctx.rank)).item()
+        if is_first:
+            is_used.set()
+        return total - expected(group.ranks)
+
+    config = EIGHT.model_validate({**EIGHT.model_dump(), "backend": backend, "shm": shm})
+    assert run_threads(one_after_another, config, timeout_s=50) == [0.0] * 8
+
+
+def test_b069_twice_the_ranks_and_groups_leave_twice_the_keys() -> None:
+    """What a rank writes into the store depends on its own groups alone, so that no rank writes for groups it is not in."""
 
     def count(ctx: ParallelContext) -> int:
         assert ctx.store is not None
-        return ctx.store.num_keys()
+        ctx.world.barrier()
+        num_keys = ctx.store.num_keys()
+        ctx.world.barrier()
+        return num_keys
 
-    small = max(run_threads(count, FOUR.replace(backend="gloo"), timeout_s=60))
-    large = max(run_threads(count, EIGHT.replace(backend="gloo"), timeout_s=60))
-    assert large <= 8 * small
+    eight = run_threads(count, EIGHT.replace(backend="gloo"), timeout_s=60)
+    sixteen = run_threads(count, EIGHT.replace(backend="gloo", dp=4), timeout_s=60)
+    assert max(sixteen) <= 2 * min(eight)
