@@ -128,7 +128,10 @@ def add_bench(commands: "argparse._SubParsersAction[Any]") -> None:
     parser.set_defaults(run=_run)
     parser.add_argument("--group", default="world", choices=GROUP_NAMES, help="which group (default world)")
     parser.add_argument(
-        "--op", action="append", choices=(*OPERATIONS, "all"), help="operation (default all_reduce); may be given again"
+        "--op",
+        action="append",
+        choices=(*OPERATIONS, "all"),
+        help="operation to time, by default the all-reduce; may be given again",
     )
     parser.add_argument("-b", "--begin", type=_bytes, default=8, metavar="BYTES", help="smallest size (default 8; 64K, 1M)")
     parser.add_argument("-e", "--end", type=_bytes, default=1 << 20, metavar="BYTES", help="largest size (default 1M)")

@@ -42,7 +42,7 @@ def test_plan_prints_what_the_library_says(capsys: Capture) -> None:
 
 
 def test_plan_on_a_terminal_draws_tables(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("parallel_runtime.cli.plan.Console", lambda: Console(force_terminal=True, width=120, no_color=True))
+    monkeypatch.setattr("parallel_runtime.cli.tables.Console", lambda: Console(force_terminal=True, width=120, no_color=True))
     out = run(capsys, "plan", "--tp", "2")
     assert "2 ranks on 1 host: tp=2" in out
     assert "│ host0 │ 2     │ 0 1" in out
@@ -50,7 +50,7 @@ def test_plan_on_a_terminal_draws_tables(capsys: Capture, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("width", [60, 80, 100])
 def test_a_narrow_terminal_breaks_between_groups_only(capsys: Capture, monkeypatch: pytest.MonkeyPatch, width: int) -> None:
-    monkeypatch.setattr("parallel_runtime.cli.plan.Console", lambda: Console(force_terminal=True, width=width, no_color=True))
+    monkeypatch.setattr("parallel_runtime.cli.tables.Console", lambda: Console(force_terminal=True, width=width, no_color=True))
     out = run(capsys, "plan", "--tp", "2", "--pp", "2", "--dp", "2", "--hosts", "2")
     groups = out[out.index("Groups") : out.index("Hosts")]
     for pair in ("0 1", "2 3", "4 5", "6 7", "0 4", "1 5", "0 2", "1 3"):
