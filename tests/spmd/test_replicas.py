@@ -30,7 +30,8 @@ from parallel_runtime.serving import (
     Supervision,
 )
 from parallel_runtime.serving.executors import RankExecutor
-from tests.spmd.tiny_models import PROMPTS, write_tiny_model
+from parallel_runtime.testing.checkpoints import tiny_llama_config, write_safetensors_checkpoint
+from tests.spmd.tiny_models import PROMPTS, greedy_reference, write_tiny_model
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(100)]
 
@@ -177,6 +178,40 @@ def test_when_all_are_killed_everybody_hears_so(model: Path) -> None:
             stream_through(engine, kill_all)
         with pytest.raises(LaunchError, match="none of the 2 replicas is left"):
             engine.generate(PROMPTS)
+
+
+def test_one_that_was_killed_comes_back_with_the_weights_of_the_others(model: Path, tmp_path: Path) -> None:
+    tiny = tiny_llama_config(num_layers=4, eos_ids=(), vocab_size=300, max_positions=512)
+    new = write_safetensors_checkpoint(tmp_path, tiny, seed=1)
+    expected = greedy_reference(new, PROMPTS[:2], 8)
+    with Engine(config(model)) as engine:
+        engine.controls.update_weights(new)
+        (victim,) = pids(engine, 0)
+        os.kill(victim, signal.SIGKILL)
+        wait_until(lambda: not serves(engine))
+        wait_until(lambda: serves(engine))
+        assert {status.weights_version for status in engine.controls.health()} == {1}
+        answers = engine.generate(PROMPTS[:2], SamplingParams(max_new_tokens=8), dp_rank=0)
+        assert [answer.token_ids for answer in answers] == expected
+
+
+def test_a_killed_replica_of_a_real_model_costs_no_token() -> None:
+    texts = ["The capital of France is", "One, two, three,", "Once upon a time", "Water boils at"]
+    sampling = [SamplingParams(max_new_tokens=24, ignore_eos=True, temperature=0.8 * (i % 2), seed=i) for i in range(4)]
+    settings = config(Path("smollm2")).replace(serving=ServingConfig(kv_cache_tokens=512, max_request_tokens=128))
+
+    def stream(fault: Callable[[Engine], None]) -> list[str]:
+        made, is_done = [""] * 4, False
+        for event in engine.stream(texts, sampling):
+            made[event.index] += event.text
+            if not is_done and all(made):
+                is_done = True
+                fault(engine)
+        return made
+
+    with Engine(settings) as engine:
+        undisturbed = stream(lambda engine: None)
+        assert stream(lambda engine: os.kill(pids(engine, 1)[0], signal.SIGKILL)) == undisturbed
 
 
 def die(ctx: ParallelContext) -> None:
