@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from parallel_runtime.errors import ArgumentError
 
-__all__ = ["PackableLayer", "apply_linear", "can_pack", "dense"]
+__all__ = ["PackableLayer", "apply_linear", "can_pack", "dense", "missing_rows", "pad_rows"]
 
 _NO_SCALARS: Final[tuple[float, ...]] = ()
 _LEAST_ROWS: Final = 4
@@ -75,12 +75,29 @@ def apply_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
         return functional.linear(x, weight, bias)
     if x.requires_grad and torch.is_grad_enabled():
         raise ArgumentError("packed weights carry no gradients; call unpack() on the layer or the model before training it")
-    num_rows = x.shape[0]
-    is_narrow = x.dim() == 2 and 0 < num_rows < _LEAST_ROWS
-    if is_narrow:
-        x = functional.pad(x, (0, 0, 0, _LEAST_ROWS - num_rows))
+    num_padding = missing_rows(x, weight) if x.dim() == 2 else 0
+    if num_padding:
+        x = pad_rows(x, num_padding)
     out: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, "none", _NO_SCALARS, "")
-    return out[:num_rows] if is_narrow else out
+    return out[:-num_padding] if num_padding else out
+
+
+def missing_rows(x: Tensor, weight: Tensor) -> int:
+    """How many rows of padding make a product with a packed weight faster; several products in a row may share them.
+
+    Args:
+        x: ``(T, inputs)``.
+        weight: ``(outputs, inputs)``, packed or plain.
+
+    Returns:
+        0 for a plain weight, and for no rows at all. Equal on members that pack alike.
+    """
+    return max(_LEAST_ROWS - x.shape[0], 0) if weight.is_mkldnn and x.shape[0] else 0
+
+
+def pad_rows(x: Tensor, count: int) -> Tensor:
+    """``count`` rows of zeros behind those of ``x`` ``(T, D)``; new tensor."""
+    return functional.pad(x, (0, 0, 0, count))
 
 
 class PackableLayer(nn.Module, ABC):

@@ -15,7 +15,7 @@ from parallel_runtime.layers.attention import Attention
 from parallel_runtime.layers.embedding import ParallelHead
 from parallel_runtime.layers.expert_groups import ExpertGroups
 from parallel_runtime.layers.fused import ResidualSum
-from parallel_runtime.layers.packing import PackableLayer
+from parallel_runtime.layers.packing import PackableLayer, missing_rows, pad_rows
 from parallel_runtime.layers.rotary import RotaryPositions
 from parallel_runtime.models.checkpoint import Checkpoint
 from parallel_runtime.models.config import ModelConfig
@@ -79,6 +79,7 @@ class CausalLM(nn.Module):
         )
         self.embed_tokens = parts.embedding() if self.is_first_stage else None
         self.decoder = nn.ModuleList(DecoderLayer(parts, layer) for layer in self.layers)
+        self._has_experts = any(config.mixture_of(layer) is not None for layer in self.layers)  # these would compute padding
         self.norm = parts.norm() if self.is_last_stage else None
         self.lm_head = parts.head(self.embed_tokens) if self.is_last_stage else None
         self._positions = RotaryPositions(config.head_dim, theta=config.rope_theta, factors=config.rope_factors, device=device)
@@ -108,11 +109,14 @@ class CausalLM(nn.Module):
             )
         hidden_TD = inputs if self.embed_tokens is None else self.embed_tokens(inputs)
         angles = self._positions.angles(positions_T, self.dtype)
+        num_padding = 0 if self._has_experts else missing_rows(hidden_TD, self._layer(0).self_attn.qkv_proj.weight)
+        if num_padding:  # once, and not for each product of each layer
+            hidden_TD = pad_rows(hidden_TD, num_padding)
         stream = Stream(hidden_TD, self._layer(0).input_layernorm(hidden_TD))
         norms = [*(self._layer(index).input_layernorm for index in range(1, len(self.layers))), self.norm]
         for index, norm in enumerate(norms):
             stream = self._layer(index)(stream, angles, attention, index, norm)
-        return stream.normed
+        return stream.normed[:-num_padding] if num_padding else stream.normed
 
     def logits(self, hidden_SD: Tensor) -> Tensor:
         """Logits of the whole vocabulary; last stage only.

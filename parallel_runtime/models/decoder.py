@@ -20,6 +20,7 @@ from parallel_runtime.layers.fused import ResidualSum
 from parallel_runtime.layers.linear import QkvParallelLinear, RowParallelLinear
 from parallel_runtime.layers.moe import MixtureOfExperts, SharedExpert
 from parallel_runtime.layers.norm import RMSNorm
+from parallel_runtime.layers.packing import pad_rows
 from parallel_runtime.layers.rotary import RotaryAngles, rotate
 from parallel_runtime.models.config import MixtureConfig, ModelConfig
 from parallel_runtime.models.weights import Weights, under
@@ -178,23 +179,25 @@ class SelfAttention(nn.Module):
         """Attend, up to the projection behind the attention.
 
         Args:
-            x_TD: ``(T, D)``, equal on every member.
+            x_TD: ``(T, D)``, equal on every member; rows beyond those that ``angles`` has are padding.
             angles: Of the tokens' positions.
-            attention: The step.
+            attention: The step; it sees no padding.
             index: Position of the layer in its stage.
 
         Returns:
-            ``(T, H * d)``, what ``o_proj`` is applied to.
+            ``(T, H * d)``, what ``o_proj`` is applied to; as many rows as ``x_TD``.
         """
-        T, H, K, d = x_TD.shape[0], self.num_query_heads, self.num_kv_heads, self._config.head_dim
-        heads = self.qkv_proj(x_TD).view(T, H + 2 * K, d)
-        if self.q_norm is None or self.k_norm is None:
-            turned = rotate(heads[:, : H + K], angles)
-        else:
-            normed = (self.q_norm(heads[:, :H]), self.k_norm(heads[:, H : H + K]))
-            turned = rotate(torch.cat(normed, dim=1), angles)
-        out_THd = attention.attend(index, turned[:, :H], turned[:, H:], heads[:, H + K :])
-        return out_THd.reshape(T, H * d)
+        T, H, K, d = angles.cos.shape[0], self.num_query_heads, self.num_kv_heads, self._config.head_dim
+        heads = self.qkv_proj(x_TD).view(-1, H + 2 * K, d)
+        num_padding = x_TD.shape[0] - T
+        if num_padding:
+            heads = heads[:T]
+        turning, v_TKd = torch.split(heads, [H + K, K], dim=1)
+        if self.q_norm is not None and self.k_norm is not None:
+            turning = torch.cat((self.q_norm(turning[:, :H]), self.k_norm(turning[:, H:])), dim=1)
+        q_THd, k_TKd = torch.split(rotate(turning, angles), [H, K], dim=1)
+        out = attention.attend(index, q_THd, k_TKd, v_TKd).reshape(T, H * d)
+        return pad_rows(out, num_padding) if num_padding else out
 
     def load(self, weights: Weights) -> None:
         """Read this rank's shard.
