@@ -89,21 +89,19 @@ class ResidualSum:
         if slots is None:
             return self.plain(layer, x_TI, residual_TD, norm)
         count = x_TI.shape[0]
+        hidden_TD = torch.empty_like(residual_TD)
         if count <= slots.rows:
             slot = slots.next(count)
             layer.partial_into(x_TI, slot.mine)
-            self._tp.publish(slot.mine)
-            return _finish(_added(slot.views), layer.bias, residual_TD, norm)
-        partial_TD = layer.partial(x_TI)
-        hidden_TD = torch.empty_like(residual_TD)
-        normed_TD = hidden_TD if norm is None else torch.empty_like(residual_TD)
-        for start in range(0, count, slots.rows):
-            rows = slice(start, min(start + slots.rows, count))
-            slot = slots.next(rows.stop - start)
-            slot.mine.copy_(partial_TD[rows])
-            self._tp.publish(slot.mine)
-            hidden_TD[rows], normed_TD[rows] = _finish(_added(slot.views), layer.bias, residual_TD[rows], norm)
-        return hidden_TD, normed_TD
+            self._share(slot, hidden_TD, layer.bias, residual_TD)
+        else:
+            partial_TD = layer.partial(x_TI)
+            for start in range(0, count, slots.rows):
+                rows = slice(start, min(start + slots.rows, count))
+                slot = slots.next(rows.stop - start)
+                slot.mine.copy_(partial_TD[rows])
+                self._share(slot, hidden_TD[rows], layer.bias, residual_TD[rows])
+        return hidden_TD, hidden_TD if norm is None else norm(hidden_TD)
 
     def plain(self, layer: RowParallelLinear, x_TI: Tensor, residual_TD: Tensor, norm: RMSNorm | None) -> tuple[Tensor, Tensor]:
         """The same with an all-reduce, and with gradients: what ``__call__`` has to equal.
@@ -121,6 +119,14 @@ class ResidualSum:
         """
         hidden_TD = residual_TD + layer(x_TI)
         return hidden_TD, hidden_TD if norm is None else norm(hidden_TD)
+
+    def _share(self, slot: _Slot, out_TD: Tensor, bias_D: Tensor | None, residual_TD: Tensor) -> None:
+        """Add everything up into ``out_TD``, as soon as every member has filled its slot."""
+        self._tp.publish(slot.mine)
+        _add(slot.views, out_TD)
+        if bias_D is not None:
+            out_TD += bias_D
+        out_TD += residual_TD
 
     def _slots_for(self, x_TI: Tensor, residual_TD: Tensor, layer: RowParallelLinear) -> _Slots | None:
         if self._tp.world_size == 1 or not x_TI.is_cpu or is_dynamo_compiling() or not residual_TD.numel():
@@ -150,22 +156,15 @@ def _open_slots(tp: GroupCoordinator, size: int, dtype: torch.dtype) -> _Slots |
     return _Slots(slots)
 
 
-def _added(parts: Sequence[Tensor]) -> Tensor:
-    """The sum in rank order, new."""
+def _add(parts: Sequence[Tensor], out: Tensor) -> None:
+    """The sum in rank order."""
     first, second, *others = parts
     if first.dtype not in _LOW_PRECISION or not others:
-        total = first + second
+        torch.add(first, second, out=out)
         for part in others:
-            total += part
-        return total
+            out += part
+        return
     total = first.float() + second
     for part in others:
         total += part
-    return total.to(first.dtype)
-
-
-def _finish(total_TD: Tensor, bias_D: Tensor | None, residual_TD: Tensor, norm: RMSNorm | None) -> tuple[Tensor, Tensor]:
-    if bias_D is not None:
-        total_TD += bias_D
-    total_TD += residual_TD
-    return total_TD, total_TD if norm is None else norm(total_TD)
+    out.copy_(total)
