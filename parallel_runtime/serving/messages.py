@@ -18,6 +18,7 @@ from parallel_runtime.serving.controls import Answer, Control
 from parallel_runtime.serving.sampling_params import SamplingParams
 
 __all__ = [
+    "MAX_PRIORITY",
     "Abort",
     "FinishReason",
     "FrontMessage",
@@ -41,7 +42,8 @@ __all__ = [
     "read_front",
 ]
 
-_MAX_PRIORITY = 8
+MAX_PRIORITY = 8
+"""Priorities go from its negative to it."""
 
 
 class FinishReason(StrEnum):
@@ -84,9 +86,9 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             raise RequestError(f"the sampling of request {self.request_id!r} must be SamplingParams, got {self.sampling!r}")
         made = f"what request {self.request_id!r} has made"
         check_tokens(made, self.made, each=f"a token of {made}")
-        if type(self.priority) is not int or abs(self.priority) > _MAX_PRIORITY:
+        if type(self.priority) is not int or abs(self.priority) > MAX_PRIORITY:
             raise RequestError(
-                f"the priority of request {self.request_id!r} must be an integer from {-_MAX_PRIORITY} to {_MAX_PRIORITY}, "
+                f"the priority of request {self.request_id!r} must be an integer from {-MAX_PRIORITY} to {MAX_PRIORITY}, "
                 f"got {shown(self.priority)}"
             )
         if len(self.made) >= self.sampling.max_new_tokens:

@@ -29,8 +29,8 @@ class ServingConfig(FrozenModel):
         max_waiting: Requests that may wait for each replica; one more is refused at once.
         max_request_tokens: Prompt plus new tokens of one request; ``None`` takes the model's context length.
         prefix_reuse: Whether full blocks of KV cache are kept for later prompts that begin alike.
-        decode_graphs: Whether steps of one new token per request are captured as device graphs when a worker starts, and replayed:
-            on CUDA, for models without experts, whose sequences are not cut. Costs time at the start, and saves it at each step.
+        decode_graphs: Whether steps of one new token per request are captured as device graphs when a worker starts, and
+            replayed: on CUDA, for models without experts, whose sequences are not cut. Costs time at the start, saves it later.
         balance: How requests are spread over the data-parallel ranks of all replicas.
         seed: Base of the random streams of requests without a seed of their own; ``None`` draws one.
 

@@ -156,7 +156,7 @@ class _Answer:
     async def _pieces(self) -> AsyncGenerator[tuple[int, Piece], None]:
         prompts, sampling = await self._prepare()
         samples, offsets = self._asked.num_samples, dict.fromkeys(range(self._entry.num_answers), 0)
-        async with aclosing(self._engine.stream(prompts, sampling)) as events:
+        async with aclosing(self._engine.stream(prompts, sampling, priority=self._asked.priority)) as events:
             async for event in events:
                 index = event.index * samples + event.sample
                 piece = piece_of(event, offset=offsets[index])

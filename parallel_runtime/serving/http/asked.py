@@ -82,6 +82,7 @@ class Asked:
         includes_usage: Whether the stream ends with the tokens of all answers.
         returns_token_ids: Whether the ids of tokens are wanted.
         model: What it calls the model.
+        priority: Of its answers in the queue.
     """
 
     style: Style
@@ -94,6 +95,7 @@ class Asked:
     includes_usage: bool
     returns_token_ids: bool
     model: str | None
+    priority: int
 
     @property
     def num_samples(self) -> int:

@@ -11,9 +11,10 @@ from starlette.requests import Request
 from parallel_runtime.errors import RequestError
 from parallel_runtime.serving.checks import check_integer, shown
 from parallel_runtime.serving.http.refusals import RefusedError
+from parallel_runtime.serving.messages import MAX_PRIORITY
 from parallel_runtime.serving.sampling_params import SamplingParams
 
-__all__ = ["SAMPLING_FIELDS", "check_fields", "read_flag", "read_json", "sampling_settings"]
+__all__ = ["SAMPLING_FIELDS", "check_fields", "read_flag", "read_json", "read_priority", "sampling_settings"]
 
 SAMPLING_FIELDS = (
     *("temperature", "top_p", "n", "seed", "stop", "presence_penalty", "frequency_penalty"),
@@ -102,6 +103,26 @@ def read_flag(body: Mapping[str, Any], name: str) -> bool:
     if value is not None and not isinstance(value, bool):
         raise RequestError(f"{name} must be true or false, got {shown(value)[:60]}")
     return bool(value)
+
+
+def read_priority(body: Mapping[str, Any]) -> int:
+    """Read how urgent a request is.
+
+    Args:
+        body: The request.
+
+    Returns:
+        Its priority; 0 where it is left out.
+
+    Raises:
+        RequestError: It is no integer, or out of range.
+    """
+    value = body.get("priority")
+    if value is None:
+        return 0
+    if type(value) is not int or abs(value) > MAX_PRIORITY:
+        raise RequestError(f"priority must be an integer from {-MAX_PRIORITY} to {MAX_PRIORITY}, got {shown(value)[:60]}")
+    return value
 
 
 def sampling_settings(body: Mapping[str, Any]) -> dict[str, Any]:

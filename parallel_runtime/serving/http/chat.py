@@ -8,7 +8,7 @@ from parallel_runtime.errors import RequestError
 from parallel_runtime.models import Tokenizer
 from parallel_runtime.serving.checks import check_integer, shown
 from parallel_runtime.serving.http.asked import Asked, Piece, read_streaming, token_bytes, token_text
-from parallel_runtime.serving.http.bodies import SAMPLING_FIELDS, check_fields, read_flag, sampling_settings
+from parallel_runtime.serving.http.bodies import SAMPLING_FIELDS, check_fields, read_flag, read_priority, sampling_settings
 from parallel_runtime.serving.http.refusals import RefusedError
 from parallel_runtime.serving.messages import TokenLogprobs
 
@@ -17,7 +17,7 @@ __all__ = ["ChatStyle", "read_chat"]
 _KNOWN: Final = frozenset(
     (
         *("model", "messages", "max_tokens", "max_completion_tokens", "logprobs", "top_logprobs", "stream", "stream_options"),
-        *("return_token_ids", *SAMPLING_FIELDS),
+        *("return_token_ids", "priority", *SAMPLING_FIELDS),
     )
 )
 _WITHOUT_EFFECT: Final = frozenset(
@@ -107,6 +107,7 @@ def read_chat(body: Mapping[str, Any]) -> Asked:
         includes_usage=includes_usage,
         returns_token_ids=read_flag(body, "return_token_ids"),
         model=body.get("model"),
+        priority=read_priority(body),
     )
 
 

@@ -8,13 +8,13 @@ from parallel_runtime.errors import RequestError
 from parallel_runtime.models import Tokenizer
 from parallel_runtime.serving.checks import check_integer, shown
 from parallel_runtime.serving.http.asked import Asked, Piece, read_streaming, token_text
-from parallel_runtime.serving.http.bodies import SAMPLING_FIELDS, check_fields, read_flag, sampling_settings
+from parallel_runtime.serving.http.bodies import SAMPLING_FIELDS, check_fields, read_flag, read_priority, sampling_settings
 from parallel_runtime.serving.messages import TokenLogprobs
 
 __all__ = ["CompletionStyle", "read_completions"]
 
 _KNOWN: Final = frozenset(
-    ("model", "prompt", "max_tokens", "logprobs", "stream", "stream_options", "return_token_ids", *SAMPLING_FIELDS)
+    ("model", "prompt", "max_tokens", "logprobs", "stream", "stream_options", "return_token_ids", "priority", *SAMPLING_FIELDS)
 )
 _WITHOUT_EFFECT: Final = frozenset(("user",))
 _NEUTRAL: Final = MappingProxyType({"echo": (False,), "best_of": (1,), "suffix": ("",), "logit_bias": ({},)})
@@ -87,6 +87,7 @@ def read_completions(body: Mapping[str, Any]) -> Asked:
         includes_usage=includes_usage,
         returns_token_ids=read_flag(body, "return_token_ids"),
         model=body.get("model"),
+        priority=read_priority(body),
     )
 
 

@@ -40,6 +40,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         ({"logprobs": 21}, "logprobs", "logprobs=21 must be at most 20"),
         ({"logprobs": True}, "logprobs", "logprobs must be an integer of at least 0, got True"),
         ({"seed": "x"}, "seed", "seed must be an integer"),
+        ({"priority": 9}, "priority", "priority must be an integer from -8 to 8, got 9"),
+        ({"priority": True}, "priority", "priority must be an integer from -8 to 8, got True"),
         ({"stop": 5}, "stop", "stop must be a text or a list of texts, got 5"),
         ({"stop": [""]}, None, "a stop text has 1 to 256 characters, got ''"),
         ({"stop_token_ids": 5}, "stop_token_ids", "stop_token_ids must be a list of token ids, got 5"),

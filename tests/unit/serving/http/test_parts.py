@@ -71,7 +71,7 @@ def test_a_model_without_a_tokenizer_takes_token_ids(tmp_path: Path) -> None:
     model = write_tiny_model(tmp_path / "tiny")
     (expected,) = greedy_reference(model, [(3, 4)], 3)
     with served(model) as server:
-        body = {"prompt": [3, 4], "max_tokens": 3, "temperature": 0, "logprobs": 1, "return_token_ids": True}
+        body = {"prompt": [3, 4], "max_tokens": 3, "temperature": 0, "logprobs": 1, "return_token_ids": True, "priority": 8}
         (choice,) = server.post(body).json()["choices"]
         assert (choice["text"], tuple(choice["token_ids"])) == ("", expected)
         assert choice["logprobs"]["tokens"] == [f"token_id:{token}" for token in expected]
