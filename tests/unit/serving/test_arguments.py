@@ -35,7 +35,8 @@ def test_any_iterable_of_prompts_will_do() -> None:
         ([None], "prompt 0 is None, of type NoneType; a prompt is a text, a list of token ids or a list of chat messages"),
         (
             ["a", 5],
-            "prompt 1 is 5, of type int; a prompt is a text, a list of token ids or a list of chat messages, and prompts is a list of such; for one",
+            "prompt 1 is 5, of type int; a prompt is a text, a list of token ids or a list of chat messages, "
+            "and prompts is a list of such; for one",
         ),
         ([b"abc"], "prompt 0 is b'abc', of type bytes;"),
         ([bytearray(b"abc")], "prompt 0 is "),
