@@ -1,9 +1,9 @@
 """Row-parallel products summed over a group straight into the residual and the norm behind it.
 
-Where members can read each other's memory, each one writes its product into a slot that all of them see; after one step without
-data every member adds up the slots, the residual and takes the norm, one piece that stays in the cache after the other. Slots are
-used in turn, two of them: who writes to one again has been through a later step that all readers of the first entered when they
-were done, so no closing barrier is needed. Everywhere else, and where gradients are wanted, it is a plain all-reduce.
+On the fused way, where members can read each other's memory, each one writes its product into a slot that all of them see; after
+one step without data every member adds up the slots and the residual, one piece that stays in the cache after the other. Slots
+are used in turn, two of them: who writes to one again has been through a later step that all readers of the first entered when
+they were done, so no closing barrier is needed. Everywhere else, and where gradients are wanted, it is a plain all-reduce.
 Both give equal bits: slots are added in the order of ranks, more than two of low precision in float32, as reductions do.
 
 Legend: T tokens, D hidden size, I local inputs.
@@ -63,10 +63,13 @@ class ResidualSum:
 
     Args:
         tp: Group the products are spread over. Borrowed. Slots are taken from it at the first use, and go with it.
+        fused: Take the way through slots where it can be had; the same on every member. Not the default: on two ranks of one
+            host it was 3 to 10% slower than the all-reduce, which adds with fewer calls; see ``benchmarks/fused.md``.
     """
 
-    def __init__(self, tp: GroupCoordinator) -> None:
+    def __init__(self, tp: GroupCoordinator, *, fused: bool = False) -> None:
         self._tp = tp
+        self._fused = fused
         self._slots: dict[tuple[int, torch.dtype], _Slots | None] = {}
 
     def __call__(
@@ -129,7 +132,7 @@ class ResidualSum:
         out_TD += residual_TD
 
     def _slots_for(self, x_TI: Tensor, residual_TD: Tensor, layer: RowParallelLinear) -> _Slots | None:
-        if self._tp.world_size == 1 or not x_TI.is_cpu or is_dynamo_compiling() or not residual_TD.numel():
+        if not self._fused or self._tp.world_size == 1 or not x_TI.is_cpu or is_dynamo_compiling() or not residual_TD.numel():
             return None
         if torch.is_grad_enabled() and (x_TI.requires_grad or residual_TD.requires_grad or layer.weight.requires_grad):
             return None

@@ -45,7 +45,7 @@ def compare(tp: GroupCoordinator, dtype: torch.dtype, *, bias: bool, pack: bool)
     layer, norm = parts_of(tp, dtype, bias=bias)
     if pack:
         layer.pack()
-    add = ResidualSum(tp)
+    add = ResidualSum(tp, fused=True)
     outs = []
     for step, count in enumerate(COUNTS):
         x = torch.randn(count, 37, generator=torch.Generator().manual_seed(step)).to(dtype)
@@ -86,7 +86,7 @@ def test_it_equals_the_plain_way(kind: str, world_size: int, dtype: torch.dtype,
 def test_it_is_one_step_without_data(kind: str) -> None:
     def body(tp: GroupCoordinator) -> list[str]:
         layer, norm = parts_of(tp, torch.float32, bias=False)
-        add, x = ResidualSum(tp), torch.ones(4, len(layer.shards[tp.rank_in_group]))
+        add, x = ResidualSum(tp, fused=True), torch.ones(4, len(layer.shards[tp.rank_in_group]))
         with torch.inference_mode():
             for _ in range(2):
                 add(layer, x, torch.ones(4, 321), norm)
@@ -100,7 +100,7 @@ def test_gradients_take_the_plain_way() -> None:
         layer, norm = parts_of(tp, torch.float32, bias=False)
         x = torch.ones(4, len(layer.shards[tp.rank_in_group]))
         residual = torch.ones(4, 321, requires_grad=True)
-        _, normed = ResidualSum(tp)(layer, x, residual, norm)
+        _, normed = ResidualSum(tp, fused=True)(layer, x, residual, norm)
         normed.sum().backward()  # type: ignore[no-untyped-call]  # torch
         assert residual.grad is not None
         return tp.recent(1)[0].operation, residual.grad, layer.weight.grad is not None
