@@ -1,19 +1,16 @@
 """A context behind the getters of SGLang's ``parallel_state``."""
 
-from contextlib import AbstractContextManager
 from typing import final
 
-from torch import Tensor
-
-from parallel_runtime.context import ContextState, ParallelContext
-from parallel_runtime.context.capture import GraphCapture
+from parallel_runtime.context import ParallelContext
 from parallel_runtime.interop.peer_group import PeerGroup
+from parallel_runtime.interop.peer_state import PeerState
 
 __all__ = ["SglangState", "sglang_state"]
 
 
 @final
-class SglangState:
+class SglangState(PeerState):
     """What SGLang's code asks its module of getters, answered by one context. Bound to it; several live side by side.
 
     Its "tp" group is the whole stage, attention replicas included, as in SGLang; ``attn_tp`` is ours called ``tp``.
@@ -24,33 +21,17 @@ class SglangState:
     """
 
     def __init__(self, ctx: ParallelContext, *, pickle: bool = False) -> None:
-        self._ctx = ctx
-        self._world = PeerGroup(ctx.world, pickle=pickle)
-        self._stage = PeerGroup(ctx.stage, pickle=pickle)
-        self._pp = PeerGroup(ctx.pp, pickle=pickle)
-        self._tp = PeerGroup(ctx.tp, pickle=pickle)
-        self._cp = PeerGroup(ctx.cp, pickle=pickle)
-        self._dp = PeerGroup(ctx.dp, pickle=pickle)
-        self._ep = PeerGroup(ctx.ep, pickle=pickle)
-        self._etp = PeerGroup(ctx.etp, pickle=pickle)
-        self._moe_dp = PeerGroup(ctx.cp if ctx.config.cp > ctx.config.edp else ctx.edp, pickle=pickle)
-        self._dcp = PeerGroup(ctx.dcp, pickle=pickle)
-
-    def get_world_group(self) -> PeerGroup:
-        """All ranks."""
-        return self._world
-
-    def get_tp_group(self) -> PeerGroup:
-        """All ranks of this pipeline stage."""
-        return self._stage
+        super().__init__(ctx, ctx.stage, pickle=pickle)
+        self._attn_tp = self._wrapped(ctx.tp)
+        self._cp = self._wrapped(ctx.cp)
+        self._dp = self._wrapped(ctx.dp)
+        self._ep = self._wrapped(ctx.ep)
+        self._etp = self._wrapped(ctx.etp)
+        self._moe_dp = self._wrapped(ctx.cp if ctx.config.cp > ctx.config.edp else ctx.edp)
 
     def get_tensor_model_parallel_group(self) -> PeerGroup:
         """``get_tp_group``."""
-        return self._stage
-
-    def get_pp_group(self) -> PeerGroup:
-        """The stages above each other."""
-        return self._pp
+        return self._tp
 
     def get_pipeline_model_parallel_group(self) -> PeerGroup:
         """``get_pp_group``."""
@@ -58,11 +39,11 @@ class SglangState:
 
     def get_attn_tp_group(self) -> PeerGroup:
         """Ranks that split one attention layer."""
-        return self._tp
+        return self._attn_tp
 
     def get_attention_tp_group(self) -> PeerGroup:
         """``get_attn_tp_group``."""
-        return self._tp
+        return self._attn_tp
 
     def get_attn_cp_group(self) -> PeerGroup:
         """Ranks that split one sequence."""
@@ -84,18 +65,6 @@ class SglangState:
         """Ranks with equal experts; the attention cp group where that is wider, as in SGLang."""
         return self._moe_dp
 
-    def get_dcp_group(self) -> PeerGroup:
-        """Ranks that split the context in decode."""
-        return self._dcp
-
-    def get_tensor_model_parallel_world_size(self) -> int:
-        """Number of ranks of the stage."""
-        return self._stage.world_size
-
-    def get_tensor_model_parallel_rank(self) -> int:
-        """This rank's position in the stage."""
-        return self._stage.rank_in_group
-
     def get_pipeline_model_parallel_world_size(self) -> int:
         """Number of ranks of the pipeline."""
         return self._pp.world_size
@@ -106,11 +75,11 @@ class SglangState:
 
     def get_attn_tensor_model_parallel_world_size(self) -> int:
         """Number of ranks of the attention tp group."""
-        return self._tp.world_size
+        return self._attn_tp.world_size
 
     def get_attn_tensor_model_parallel_rank(self) -> int:
         """This rank's position in the attention tp group."""
-        return self._tp.rank_in_group
+        return self._attn_tp.rank_in_group
 
     def get_attn_context_model_parallel_world_size(self) -> int:
         """Number of ranks of the attention cp group."""
@@ -146,11 +115,11 @@ class SglangState:
 
     def get_attention_tp_size(self) -> int:
         """Number of ranks of the attention tp group."""
-        return self._tp.world_size
+        return self._attn_tp.world_size
 
     def get_attention_tp_rank(self) -> int:
         """This rank's position in the attention tp group."""
-        return self._tp.rank_in_group
+        return self._attn_tp.rank_in_group
 
     def get_attention_cp_size(self) -> int:
         """Number of ranks of the attention cp group."""
@@ -167,71 +136,6 @@ class SglangState:
     def get_attention_dp_rank(self) -> int:
         """This rank's position in the attention replicas of a stage."""
         return self._dp.rank_in_group
-
-    def tensor_model_parallel_all_reduce(self, input_: Tensor) -> Tensor:
-        """Sum over the tensor-parallel group; see ``PeerGroup.all_reduce``.
-
-        Args:
-            input_: Same shape and dtype on every member.
-
-        Returns:
-            A new tensor; the input in a group of one.
-
-        Collective: all ranks of the group.
-        """
-        return self._stage.all_reduce(input_)
-
-    def tensor_model_parallel_all_gather(self, input_: Tensor, dim: int = -1) -> Tensor:
-        """Join over the tensor-parallel group; see ``PeerGroup.all_gather``.
-
-        Args:
-            input_: Same shape and dtype on every member.
-            dim: Along which.
-
-        Returns:
-            A new tensor; the input in a group of one.
-
-        Collective: all ranks of the group.
-        """
-        return self._stage.all_gather(input_, dim)
-
-    def tensor_model_parallel_gather(self, input_: Tensor, dst: int = 0, dim: int = -1) -> Tensor | None:
-        """Join on one rank of the tensor-parallel group; see ``PeerGroup.gather``.
-
-        Args:
-            input_: Same shape and dtype on every member.
-            dst: Position in the group.
-            dim: Along which.
-
-        Returns:
-            A new tensor on ``dst``, ``None`` elsewhere.
-
-        Collective: all ranks of the group.
-        """
-        return self._stage.gather(input_, dst, dim)
-
-    def graph_capture(self, stream: object | None = None) -> AbstractContextManager[GraphCapture]:
-        """The capture of the context's groups; see ``ParallelContext.graph_capture``.
-
-        Args:
-            stream: To capture on; a new one by default.
-
-        Returns:
-            For ``with``.
-
-        Collective: all ranks; they meet at the end of the block.
-        """
-        return self._ctx.graph_capture(stream)
-
-    def model_parallel_is_initialized(self) -> bool:
-        """Whether the context is open."""
-        return self._ctx.state is ContextState.OPEN
-
-    def destroy_model_parallel(self) -> None:
-        """Do nothing: the ``with`` block of the context closes its groups."""
-
-    def destroy_distributed_environment(self) -> None:
-        """Do nothing: the ``with`` block of the context closes everything."""
 
 
 def sglang_state(ctx: ParallelContext, *, pickle: bool = False) -> SglangState:
