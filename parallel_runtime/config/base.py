@@ -3,7 +3,7 @@
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NoReturn, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails
@@ -23,7 +23,8 @@ class FrozenModel(BaseModel):
         spellings: Other projects' names for the fields, offered when one of them is used here.
 
     Raises:
-        ConfigError: A value breaks a rule. Raised by the constructor and by everything else that makes an instance.
+        ConfigError: A value breaks a rule (raised by the constructor and by everything else that makes an instance), or somebody
+            tries to change an instance.
     """
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", validate_default=True)
@@ -158,8 +159,14 @@ class FrozenModel(BaseModel):
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (type(self), self._given())
 
-    def __setstate__(self, state: dict[Any, Any]) -> None:
-        raise ConfigError(f"a {type(self).__name__} does not change; make a variant with replace(...)")
+    def __setattr__(self, name: str, value: object) -> NoReturn:
+        raise ConfigError(_cannot_change(type(self), f"{name}={shown(value)}"))
+
+    def __delattr__(self, name: str) -> NoReturn:
+        raise ConfigError(_cannot_change(type(self), f"{name}=..."))
+
+    def __setstate__(self, state: dict[Any, Any]) -> NoReturn:
+        raise ConfigError(_cannot_change(type(self), "..."))
 
     def __repr_args__(self) -> Iterator[tuple[str, object]]:
         """Show what was set to something else than the default, so that the text makes an equal instance again."""
@@ -175,6 +182,10 @@ class FrozenModel(BaseModel):
 
 def _rebuild(cls: type[FrozenModel], values: dict[str, object]) -> FrozenModel:
     return cls(**values)
+
+
+def _cannot_change(cls: type[FrozenModel], change: str) -> str:
+    return f"{_name_of(cls)} cannot be changed; make a variant with replace({change})"
 
 
 def _explain(cls: type[FrozenModel], exc: ValidationError) -> str:

@@ -56,7 +56,8 @@ def test_each_reading_is_also_a_model() -> None:
             r"not divisible by ep_size\*moe_dp_size = 3\*1 = 3: .* read here as stage_size = ep\*etp\*edp; .* 2, 4",
         ),
         (lambda: sglang(tp_size=8, pp_size=2, moe_dp_size=2, attn_cp_size=2), "moe_dp_size=2 with pp_size=2: SGLang takes"),
-        (lambda: sglang(tp_size=8, moe_dp_size=2, attn_cp_size=4), "moe_dp_size=2 with attn_cp_size=4: .* or moe_dp_size=4"),
+        (lambda: sglang(tp_size=8, moe_dp_size=2, attn_cp_size=4), "use moe_dp_size=1 or moe_dp_size=4, or write"),
+        (lambda: sglang(tp_size=8, moe_dp_size=2), "attn_cp_size=1: .* are equal; use moe_dp_size=1, or write"),
         (
             lambda: sglang(tp_size=8, moe_dp_size=2, attn_cp_size=2, ep_size=2),
             r"ep_size\*moe_dp_size = 2\*2 = 4 but tp_size=8: .* use ep_size=4",
