@@ -37,8 +37,10 @@ from parallel_runtime.comm.tensors import (
     check_writable,
     dense,
     fold,
+    is_plain,
     movable,
     normal_dim,
+    overlap,
     reduction,
 )
 from parallel_runtime.errors import ArgumentError, DimError, DtypeError
@@ -327,7 +329,7 @@ class Collectives:
         if not isinstance(about, tuple):
             raise ArgumentError(f"scatter from member {src} of {core.name}: {about}")
         dtype, shape = about
-        like = torch.empty(0, dtype=dtype, device=core.spec.device)
+        like = torch.empty(0, dtype=dtype, device=core.spec.device) if rows is None else rows
         output = room_for(out, shape, like, "scatter")
         inputs = None if rows is None else [movable(row) for row in rows]
         if output.numel():
@@ -341,10 +343,11 @@ class Collectives:
         limit_s = core.deadline(timeout_s, core.collective_s)
         at_src = core.member(src, "src") == core.communicator.rank_in_group
         check_writable(core.on_device(output), "scatter")
-        target = output if output.is_contiguous() and not output.requires_grad else torch.empty_like(output).contiguous()
         if at_src and (parts is None or {(part.dtype, part.shape) for part in parts} != {(output.dtype, output.shape)}):
             raise ArgumentError("scatter: the source hands over one part per member, each of the shape and dtype of the output")
         inputs = [movable(self._dense(part)) for part in parts] if at_src and parts is not None else None
+        is_free = is_plain(output) and not any(overlap(output, part) for part in inputs or ())
+        target = output if is_free else torch.empty(output.shape, dtype=output.dtype, device=output.device)
         self._agreed("scatter", output, ("from member", src), core.communicator.scatter, movable(target), inputs, src, limit_s)
         return deliver(output, target)
 
@@ -359,9 +362,8 @@ class Collectives:
         try:
             return (
                 tensor.is_cpu is core.is_cpu
-                and tensor.is_contiguous()
+                and is_plain(tensor)
                 and tensor.numel() > 0
-                and not tensor.requires_grad
                 and not core.checked
                 and type(tensor) is Tensor
                 and not tensor.is_nested

@@ -14,7 +14,7 @@ from torch import Tensor
 from parallel_runtime.comm.core import GroupCore
 from parallel_runtime.comm.frames import Content, Kind, blank_frame, pack_frame, read_frame
 from parallel_runtime.comm.outbox import Clock, Outbox, Sending
-from parallel_runtime.comm.tensors import check_writable, dense, dtype_named, same_storage
+from parallel_runtime.comm.tensors import check_writable, dense, dtype_named, is_plain, overlap
 from parallel_runtime.comm.traffic import LANES
 from parallel_runtime.errors import ArgumentError, CollectiveMismatchError, PeerError, PeerLostError
 
@@ -133,7 +133,7 @@ class PointToPoint:
         """Start a send."""
         stream = (check_peer(self._core, dst, "dst", 1), check_tag(tag))
         payload = dense(self._core.on_device(tensor))
-        if copy and same_storage(payload, tensor):
+        if copy and overlap(payload, tensor):
             payload = payload.clone()
         return SendHandle(self._core, self._core.run("isend", tensor, self._start, payload, stream), tensor, "isend")
 
@@ -167,7 +167,10 @@ class PointToPoint:
         origin = (check_peer(self._core, src, "src", -1), check_tag(tag))
         if out is not None:
             check_writable(self._core.on_device(out), "exchange")
-        return self._core.run("exchange", tensor, self._exchange, dense(self._core.on_device(tensor)), to, origin, out, limit_s)
+        payload = dense(self._core.on_device(tensor))
+        if out is not None and overlap(payload, out):
+            payload = payload.clone()
+        return self._core.run("exchange", tensor, self._exchange, payload, to, origin, out, limit_s)
 
     def _start(self, payload: Tensor, stream: tuple[int, int]) -> Sending:
         self._outbox.reap()
@@ -265,7 +268,7 @@ class _Receiving:
         dtype = dtype_named(name)
         fault = self._fault(frame.sequence, dtype, shape)
         out = self._out
-        if out is not None and not fault and out.is_contiguous() and not out.requires_grad:
+        if out is not None and not fault and is_plain(out):
             target = out
         else:
             target = torch.empty(shape, dtype=dtype, device=core.spec.device if out is None else out.device)

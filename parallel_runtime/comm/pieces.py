@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from parallel_runtime.comm.core import GroupCore
-from parallel_runtime.comm.tensors import check_out, dense, movable, normal_dim, same_storage
+from parallel_runtime.comm.tensors import check_out, dense, is_plain, movable, normal_dim, overlap
 from parallel_runtime.errors import ArgumentError, DimError
 
 __all__ = [
@@ -92,7 +92,7 @@ def do_nothing(*_: object) -> None:
 
 def new_copy(tensor: Tensor, payload: Tensor) -> Tensor:
     """New memory with the values of ``tensor``, whose dense form is ``payload``."""
-    return payload.clone() if same_storage(payload, tensor) else payload
+    return payload.clone() if overlap(payload, tensor) else payload
 
 
 def put_back(tensor: Tensor, work: Tensor) -> Tensor:
@@ -107,7 +107,7 @@ def room_for(out: Tensor | None, shape: tuple[int, ...], like: Tensor, operation
     if out is None:
         return torch.empty(shape, dtype=like.dtype, device=like.device)
     check_out(out, shape, like, operation)
-    if out.is_contiguous() and not out.requires_grad and not same_storage(out, like):
+    if is_plain(out) and not overlap(out, like):
         return out
     return torch.empty(shape, dtype=like.dtype, device=like.device)
 

@@ -17,10 +17,11 @@ __all__ = [
     "dense",
     "dtype_named",
     "fold",
+    "is_plain",
     "movable",
     "normal_dim",
+    "overlap",
     "reduction",
-    "same_storage",
 ]
 
 _INTEGERS: Final = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
@@ -179,9 +180,16 @@ def check_out(out: Tensor, shape: tuple[int, ...], like: Tensor, operation: str)
     check_writable(out, operation)
 
 
-def same_storage(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors could overlap in memory."""
-    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+def is_plain(tensor: Tensor) -> bool:
+    """Whether its memory can be read and written in its place: contiguous, no graph, no pending conjugation or negation."""
+    return tensor.is_contiguous() and not tensor.requires_grad and not tensor.is_conj() and not tensor.is_neg()
+
+
+def overlap(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors could overlap in memory; numpy may have made a storage of each for one piece of it."""
+    one, other = a.untyped_storage(), b.untyped_storage()
+    start, other_start = one.data_ptr(), other.data_ptr()
+    return start == other_start or (start < other_start + other.nbytes() and other_start < start + one.nbytes())
 
 
 def fold(rows: Tensor, op: ReduceOp) -> Tensor:

@@ -60,3 +60,44 @@ def test_b046_in_place_returns_its_argument(kind: str, world_size: int) -> None:
         assert not group.all_reduce(leaf).requires_grad
 
     World(kind)(world_size, body)
+
+
+@KINDS
+def test_b046_out_may_be_what_is_sent(kind: str) -> None:
+    """Large enough that a peer reads it piece by piece, or where it lies, while the answer comes in."""
+    count = 1 << 18
+
+    def body(group: GroupCoordinator) -> None:
+        me = group.rank_in_group
+        for through_numpy in (False, True):
+            mine = torch.arange(count) + me
+            out = torch.from_numpy(mine.numpy()) if through_numpy else mine  # a storage of its own, in the same place
+            assert group.exchange(mine, out=out) is out
+            assert torch.equal(out, torch.arange(count) + 1 - me)
+
+            source = torch.arange(2 * count) if group.is_first_rank else None
+            want = torch.arange(2 * count).chunk(2)[me]
+            room = torch.empty(count, dtype=torch.int64) if source is None else source[count:]
+            out = torch.from_numpy(room.numpy()) if through_numpy else room
+            assert torch.equal(group.scatter(source, out=out), want)
+
+            parts = list(torch.arange(2 * count).chunk(2)) if group.is_first_rank else None
+            room = torch.empty(count, dtype=torch.int64) if parts is None else parts[1]
+            torch.distributed.scatter(room, parts, group_src=0, group=group.process_group)
+            assert torch.equal(room, want)
+
+    World(kind)(2, body)
+
+
+@KINDS
+def test_b046_a_view_that_is_still_to_be_negated_or_conjugated(kind: str) -> None:
+    def body(group: GroupCoordinator) -> None:
+        numbers = torch.tensor([1 + 2j, 3 - 4j]) * (group.rank_in_group + 1)
+        for tensor in (torch._neg_view(numbers.imag.contiguous()), numbers.conj()):
+            plain = tensor.resolve_conj().resolve_neg()
+            for call in (group.all_reduce, group.all_gather, group.broadcast, group.exchange):
+                assert call(tensor).tolist() == call(plain).tolist()
+            assert group.exchange(plain, out=tensor.clone()).tolist() == group.exchange(plain).tolist()
+            assert group.broadcast_(tensor).tolist() == group.broadcast(plain).tolist()
+
+    World(kind)(2, body)
