@@ -5,11 +5,9 @@ answer, whatever the world size; a question about the world costs as much as the
 """
 
 import json
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from itertools import islice
-from operator import attrgetter
 from os import PathLike
 from typing import final, get_args
 
@@ -24,6 +22,7 @@ from parallel_runtime.config.plan_groups import (
     group_families,
     rank_budget,
 )
+from parallel_runtime.config.plan_json import layout_as_dict, layout_from_dict
 from parallel_runtime.config.plan_picture import draw_world
 from parallel_runtime.config.plan_scene import picture_hosts, picture_legend, picture_notes
 from parallel_runtime.config.plan_tables import SHOWN_GROUPS, GroupRow, budget_table, group_table, headline, host_table
@@ -32,7 +31,8 @@ from parallel_runtime.errors import ArgumentError, ConfigError
 from parallel_runtime.terms import GROUP_NAMES, GroupName, Rank
 from parallel_runtime.topology.hosts import HostMap, Hosts, place_ranks
 from parallel_runtime.topology.layout import Layout
-from parallel_runtime.topology.shapes import block_spread, group_ends
+from parallel_runtime.topology.shapes import group_ends
+from parallel_runtime.topology.spread import Spread, group_spread, spreads
 
 __all__ = ["Plan", "make_plan"]
 
@@ -184,7 +184,7 @@ class Plan:
         family = self.family(name)
         if self.hosts.num_hosts == 1 or family.group_size == 1:
             return 0
-        return sum(count for facts, count in self._spread(family).items() if facts.num_hosts > 1)
+        return sum(count for spread, count in spreads(self.layout, self.hosts, family.name).items() if spread.num_hosts > 1)
 
     def budgets(self) -> Budgets:
         """What the communicators cost: one rank at most, and the world.
@@ -196,7 +196,7 @@ class Plan:
         opened: list[PlannedCommunicator] = []
         for family in self.families:
             costs = []
-            for facts, count in self._spread(family).items():
+            for facts, count in self._spreads(family).items():
                 communicators = choose_communicators(facts)
                 opened += communicators
                 costs.append(sum(map(communicator_cost, communicators), Budget()))
@@ -242,7 +242,15 @@ class Plan:
             An object with ``layout``, ``hosts``, ``backend``, ``uses_shm`` (what the plan is made of) and ``groups``, ``budget``
             (what follows). Groups list their members in worlds of up to 16,384 ranks.
         """
-        return json.dumps(self._as_dict(), indent=1)
+        data = {
+            "layout": layout_as_dict(self.layout),
+            "hosts": self.hosts.as_table(),
+            "backend": self.backend,
+            "uses_shm": self.uses_shm,
+            "groups": {name: self._family_as_dict(name) for name in GROUP_NAMES},
+            "budget": asdict(self.budgets()),
+        }
+        return json.dumps(data, indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> "Plan":
@@ -259,10 +267,8 @@ class Plan:
         """
         try:
             data = json.loads(text)
-            sizes = dict(data["layout"])
-            make_ranks = tuple if sizes.pop("ranks_are") == "listed" else lambda parts: range(*parts)
-            sizes |= {"order": tuple(sizes["order"]), "ranks": make_ranks(sizes["ranks"])}
-            return make_plan(Layout(**sizes), hosts=data["hosts"], backend=data["backend"], uses_shm=data["uses_shm"])
+            layout = layout_from_dict(data["layout"])
+            return make_plan(layout, hosts=data["hosts"], backend=data["backend"], uses_shm=data["uses_shm"])
         except ConfigError:
             raise
         except (KeyError, TypeError, AttributeError, ValueError) as error:
@@ -296,7 +302,7 @@ class Plan:
         )
 
     def _planned(self, family: GroupFamily, name: GroupName, index: int, ends: tuple[Rank, Rank]) -> PlannedGroup:
-        facts = self._facts_of(family, ends)
+        facts = self._facts_of(family, group_spread(self.layout, self.hosts, family.name, ends))
         return PlannedGroup(
             name=name,
             index=index,
@@ -307,32 +313,20 @@ class Plan:
             communicators=choose_communicators(facts),
         )
 
-    def _facts_of(self, family: GroupFamily, ends: tuple[Rank, Rank]) -> GroupFacts:
-        """What the choice of a group's communicators depends on. Members are listed only where the hosts cut groups unevenly."""
-        hosts, size = self.hosts, family.group_size
-        spread: tuple[int, int] | None = None
-        if hosts.is_contiguous:
-            first, last = map(hosts.host_of, ends)
-            spread = (1, size) if first == last else block_spread(self.layout, family.shape, hosts.largest)
-        if spread is None:
-            counts = Counter(map(hosts.host_of, self.layout.group_of(ends[0], family.name)))
-            spread = len(counts), max(counts.values())
-        num_hosts, most = spread
+    def _facts_of(self, family: GroupFamily, spread: Spread) -> GroupFacts:
+        """What the choice of a group's communicators depends on."""
+        size, (num_hosts, most) = family.group_size, spread
         return GroupFacts(world_size=size, num_hosts=num_hosts, most_on_host=most, backend=self.backend, uses_shm=self.uses_shm)
 
-    def _spread(self, family: GroupFamily) -> Mapping[GroupFacts, int]:
-        """The different facts among a family's groups, those of one host first, and how many groups have them."""
-        hosts = self.hosts
-        if hosts.is_contiguous and block_spread(self.layout, family.shape, hosts.largest) is not None:
-            return {self._facts_of(family, group_ends(self.layout, self.layout.ranks[0], family.shape)): family.num_groups}
-        groups = self.layout.groups(family.name)
-        found = Counter(self._facts_of(family, (ranks[0], ranks[-1])) for ranks in groups)
-        return {facts: found[facts] for facts in sorted(found, key=attrgetter("num_hosts"))}
+    def _spreads(self, family: GroupFamily) -> Mapping[GroupFacts, int]:
+        """The different facts among a family's groups, those of fewest hosts first, and how many groups have them."""
+        found = spreads(self.layout, self.hosts, family.name)
+        return {self._facts_of(family, spread): count for spread, count in found.items()}
 
     def _row(self, family: GroupFamily) -> GroupRow:
         opened = {
             tuple((str(communicator), communicator.reason) for communicator in communicators): communicators
-            for communicators in map(choose_communicators, self._spread(family))
+            for communicators in map(choose_communicators, self._spreads(family))
         }
         return GroupRow(
             family=family,
@@ -342,22 +336,6 @@ class Plan:
             num_crossing=self.count_crossing(family.name),
             communicators=tuple(opened.values()),
         )
-
-    def _as_dict(self) -> dict[str, object]:
-        layout, ranks = self.layout, self.layout.ranks
-        return {
-            "layout": {
-                **{name: getattr(layout, name) for name in ("tp", "cp", "dp", "pp", "ep", "etp", "dcp")},
-                "order": list(layout.order),
-                "ranks_are": "start, stop, step" if isinstance(ranks, range) else "listed",
-                "ranks": [ranks.start, ranks.stop, ranks.step] if isinstance(ranks, range) else list(ranks),
-            },
-            "hosts": self.hosts.as_table(),
-            "backend": self.backend,
-            "uses_shm": self.uses_shm,
-            "groups": {name: self._family_as_dict(name) for name in GROUP_NAMES},
-            "budget": asdict(self.budgets()),
-        }
 
     def _family_as_dict(self, name: GroupName) -> dict[str, object]:
         family, groups = self.family(name), self.groups(name)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from parallel_runtime.terms import GroupName, Rank
 from parallel_runtime.topology.layout import Layout
 
-__all__ = ["GroupShape", "block_spread", "group_ends", "group_shape"]
+__all__ = ["GroupShape", "group_ends", "group_shape"]
 
 
 class GroupShape(NamedTuple):
@@ -78,32 +78,6 @@ def group_ends(layout: Layout, rank: int, shape: GroupShape) -> tuple[Rank, Rank
     last = first + sum((size - 1) * stride for stride, size in shape.steps)
     first_stage, last_stage = (here.pp, here.pp) if shape.num_stages == 1 else (0, layout.pp - 1)
     return _rank_at(layout, first, first_stage), _rank_at(layout, last, last_stage)
-
-
-def block_spread(layout: Layout, shape: GroupShape, block: int) -> tuple[int, int] | None:
-    """Work out how every group of a shape lies on hosts that hold ``block`` consecutive ranks each, without listing a member.
-
-    Args:
-        layout: The world.
-        shape: Shape of the groups.
-        block: Ranks of each host.
-
-    Returns:
-        Hosts of each group, and its members on each of them; ``None`` where strides and blocks do not divide each other, so that
-        groups differ.
-    """
-    if layout.order[-1] != "pp":
-        return None
-    steps = [*shape.steps, *([(layout.stage_size, shape.num_stages)] if shape.num_stages > 1 else [])]
-    on_host = 1
-    for stride, size in steps:
-        if any(
-            large % small
-            for large, small in (sorted((block, stride), reverse=True), sorted((block, stride * size), reverse=True))
-        ):
-            return None
-        on_host *= min(size, max(block // stride, 1))
-    return shape.world_size // on_host, on_host
 
 
 def _strides(axes: Iterable[tuple[str, int]]) -> dict[str, tuple[int, int]]:
