@@ -184,18 +184,22 @@ def read_mpich(environ: Mapping[str, str]) -> Claim | None:
         environ: Variables of the process.
 
     Returns:
-        The claim; ``None`` where none of the variables is set. The local rank comes from the first of ``MPI_LOCALRANKID``,
-        ``PMI_LOCAL_RANK``, ``PALS_LOCAL_RANKID``, ``MV2_COMM_WORLD_LOCAL_RANK`` or, inside a Slurm step, ``SLURM_LOCALID``.
+        The claim; ``None`` where none of the variables is set, or where they repeat a Slurm step (``srun --mpi=pmi2``), which
+        says more. The local rank comes from the first of ``MPI_LOCALRANKID``, ``PMI_LOCAL_RANK``, ``PALS_LOCAL_RANKID`` or
+        ``MV2_COMM_WORLD_LOCAL_RANK``.
 
     Raises:
         LauncherEnvironmentError: Only some are set, or a value is not a number in range.
     """
     if not any(name in environ for name in ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID")):
         return None
-    local_names = ["MPI_LOCALRANKID", "PMI_LOCAL_RANK", "PALS_LOCAL_RANKID", "MV2_COMM_WORLD_LOCAL_RANK"]
-    if environ.get("SLURM_PROCID") == environ.get("PMI_RANK") and environ.get("SLURM_STEP_NUM_TASKS") == environ.get("PMI_SIZE"):
-        local_names.append("SLURM_LOCALID")
-    local_name = next((name for name in local_names if name in environ), local_names[0])
+    local_names = ("MPI_LOCALRANKID", "PMI_LOCAL_RANK", "PALS_LOCAL_RANKID", "MV2_COMM_WORLD_LOCAL_RANK")
+    local_name = next((name for name in local_names if name in environ), None)
+    if local_name is None:
+        pairs = (("PMI_RANK", "SLURM_PROCID"), ("PMI_SIZE", "SLURM_STEP_NUM_TASKS"))
+        if all(own in environ and environ[own] == environ.get(of_step) for own, of_step in pairs):
+            return None
+        local_name = local_names[0]
     if environ.get("PMI_SIZE") == "1":
         environ = {local_name: "0", **environ}
     size_names = ("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE")

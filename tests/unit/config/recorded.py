@@ -2,9 +2,78 @@
 
 from types import MappingProxyType
 
-__all__ = ["MASTER", "hydra", "openmpi", "slurm_step", "torchrun"]
+__all__ = ["MASTER", "SBATCH", "SRUN_PMI2", "hydra", "openmpi", "slurm_step", "torchrun"]
 
 MASTER = MappingProxyType({"MASTER_ADDR": "node1", "MASTER_PORT": "29500"})
+
+SRUN_PMI2 = MappingProxyType(
+    {
+        "PMI_FD": "11",
+        "PMI_JOBID": "14.0",
+        "PMI_RANK": "3",
+        "PMI_SIZE": "4",
+        "SLURMD_NODENAME": "n2",
+        "SLURM_CLUSTER_NAME": "here",
+        "SLURM_CPUS_ON_NODE": "1",
+        "SLURM_GTIDS": "3",
+        "SLURM_JOBID": "14",
+        "SLURM_JOB_CPUS_PER_NODE": "3,1",
+        "SLURM_JOB_ID": "14",
+        "SLURM_JOB_NAME": "sh",
+        "SLURM_JOB_NODELIST": "n[1-2]",
+        "SLURM_JOB_NUM_NODES": "2",
+        "SLURM_LAUNCH_NODE_IPADDR": "127.0.0.1",
+        "SLURM_LOCALID": "0",
+        "SLURM_MPI_TYPE": "pmi2",
+        "SLURM_NNODES": "2",
+        "SLURM_NODEID": "1",
+        "SLURM_NODELIST": "n[1-2]",
+        "SLURM_NPROCS": "4",
+        "SLURM_NTASKS": "4",
+        "SLURM_PRIO_PROCESS": "0",
+        "SLURM_PROCID": "3",
+        "SLURM_SRUN_COMM_HOST": "127.0.0.1",
+        "SLURM_SRUN_COMM_PORT": "32903",
+        "SLURM_STEPID": "0",
+        "SLURM_STEP_ID": "0",
+        "SLURM_STEP_LAUNCHER_PORT": "32903",
+        "SLURM_STEP_NODELIST": "n[1-2]",
+        "SLURM_STEP_NUM_NODES": "2",
+        "SLURM_STEP_NUM_TASKS": "4",
+        "SLURM_STEP_TASKS_PER_NODE": "3,1",
+        "SLURM_TASKS_PER_NODE": "3,1",
+        "SLURM_TASK_PID": "5388",
+        "SLURM_TOPOLOGY_ADDR": "n2",
+        "SLURM_TOPOLOGY_ADDR_PATTERN": "node",
+        "SLURM_UMASK": "0022",
+    }
+)
+"""The last task of ``srun --mpi=pmi2 -n 4 -N 2``, Slurm 22.05.8."""
+
+SBATCH = MappingProxyType(
+    {
+        "SLURMD_NODENAME": "n1",
+        "SLURM_CLUSTER_NAME": "here",
+        "SLURM_CPUS_ON_NODE": "4",
+        "SLURM_GTIDS": "0",
+        "SLURM_JOBID": "7",
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_NAME": "job.sh",
+        "SLURM_JOB_NODELIST": "n1",
+        "SLURM_JOB_NUM_NODES": "1",
+        "SLURM_LOCALID": "0",
+        "SLURM_NNODES": "1",
+        "SLURM_NODEID": "0",
+        "SLURM_NODELIST": "n1",
+        "SLURM_NODE_ALIASES": "(null)",
+        "SLURM_NPROCS": "4",
+        "SLURM_NTASKS": "4",
+        "SLURM_PROCID": "0",
+        "SLURM_TASKS_PER_NODE": "4",
+        "SLURM_TASK_PID": "1550",
+    }
+)
+"""The script of ``sbatch -n 4 -N 1``, Slurm 22.05.8."""
 
 
 def torchrun(*, rank: int, world_size: int, local_rank: int, local_world_size: int) -> dict[str, str]:

@@ -5,7 +5,7 @@ import pytest
 from parallel_runtime.config.environment import Identity, current_environ, detect
 from parallel_runtime.errors import LauncherEnvironmentError
 from parallel_runtime.terms import Rank
-from tests.unit.config.recorded import MASTER, hydra, openmpi, slurm_step, torchrun
+from tests.unit.config.recorded import MASTER, SBATCH, SRUN_PMI2, hydra, openmpi, slurm_step, torchrun
 
 EXPLICIT_OF_FOUR = {
     "PARALLEL_RUNTIME_RANK": "2",
@@ -65,10 +65,29 @@ def test_openmpi_and_hydra() -> None:
     assert (identity.source, identity.rank, identity.local_rank, identity.local_world_size) == ("mpich", 3, 1, 2)
 
 
-def test_pmi_inside_a_slurm_step_takes_the_local_rank_of_slurm() -> None:
-    step = slurm_step(rank=3, tasks=4, local_rank=1, node=1, nodes=2, per_node="2(x2)")
-    identity = detect({**step, "PMI_RANK": "3", "PMI_SIZE": "4", **MASTER})
-    assert (identity.source, identity.local_rank) == ("mpich", 1)
+def test_srun_with_pmi2_is_a_step_as_any_other() -> None:
+    identity = detect({**SRUN_PMI2, "MASTER_PORT": "29500"})
+    assert identity == Identity(
+        rank=Rank(3),
+        world_size=4,
+        local_rank=0,
+        local_world_size=1,
+        host_rank=1,
+        num_hosts=2,
+        source="slurm",
+        master_host="n1",
+        master_port=29500,
+    )
+
+
+def test_pmi_that_contradicts_its_slurm_step_is_refused() -> None:
+    with pytest.raises(LauncherEnvironmentError, match=r"found PMI_RANK=3, PMI_SIZE=8; missing MPI_LOCALRANKID"):
+        detect({**SRUN_PMI2, "PMI_SIZE": "8", "MASTER_PORT": "29500"})
+
+
+def test_a_recorded_batch_script_is_no_rank() -> None:
+    with pytest.raises(LauncherEnvironmentError, match=r"SLURM_JOB_ID=7, no SLURM_STEP_ID and SLURM_NTASKS=4"):
+        detect(SBATCH)
 
 
 def test_pmi_of_one_needs_no_local_rank() -> None:
