@@ -7,7 +7,7 @@ import torch
 
 from parallel_runtime.errors import ArgumentError
 from parallel_runtime.terms import Rank, RankInGroup
-from parallel_runtime.values import LONGEST_S
+from parallel_runtime.values import seconds_problem
 
 __all__ = ["GroupSpec", "GroupTimeouts", "check_seconds"]
 
@@ -25,8 +25,8 @@ def check_seconds(seconds: float, word: str) -> float:
     Raises:
         ArgumentError: It is no positive number, or longer than thirty years.
     """
-    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds <= LONGEST_S:
-        raise ArgumentError(f"{word}={seconds!r} must be a positive number of seconds, at most {LONGEST_S:.0f}")
+    if problem := seconds_problem(word, seconds):
+        raise ArgumentError(problem)
     return seconds
 
 

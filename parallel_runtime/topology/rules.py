@@ -143,9 +143,7 @@ def fit_world(sizes: dict[str, int], *, world_size: int) -> dict[str, int]:
     check_sizes(world_size=world_size)
     open_axis = next((axis for axis, size in sizes.items() if size == -1), None)
     known = {axis: size for axis, size in sizes.items() if axis != open_axis}
-    product = 1
-    for size in known.values():
-        product *= size
+    product = prod(known.values())
     formula = f"{'*'.join(known)} = {'*'.join(map(str, known.values()))} = {product}"
     if open_axis is not None:
         if world_size % product:

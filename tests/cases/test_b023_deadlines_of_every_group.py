@@ -53,7 +53,7 @@ def test_b023_one_operation_may_have_its_own(kind: str) -> None:
             assert over.wait(30)
             return
         for wrong in (0.0, -1.0, float("nan")):
-            with pytest.raises(ArgumentError, match="must be a positive number of seconds"):
+            with pytest.raises(ArgumentError, match="must be a number of seconds above 0"):
                 group.all_reduce(torch.ones(1), timeout_s=wrong)
         try:
             with pytest.raises(PeerTimeoutError, match=r"(waited|within) 0\.25 s"):

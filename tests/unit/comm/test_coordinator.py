@@ -230,11 +230,11 @@ def test_deadlines_are_numbers_of_seconds(kind: str) -> None:
         x = torch.ones(1)
         calls: tuple[Any, ...] = (group.barrier, partial(group.all_reduce_, x), group.recv, group.recv_object)
         for call, wrong in product(calls, ("3", 1e300, float("inf"), float("nan"), True, 0, -1, [1])):
-            with pytest.raises(ArgumentError, match=r"timeout_s=.* must be a positive number of seconds, at most 10{9}"):
+            with pytest.raises(ArgumentError, match=r"timeout_s=.* must be a number of seconds above 0 and at most 1e"):
                 call(timeout_s=wrong)
         group.barrier(timeout_s=1e9)
         group.all_reduce_(x, timeout_s=10**9)
 
     World(kind)(2, body)
-    with pytest.raises(ArgumentError, match=r"p2p_s=1e\+300 must be a positive number of seconds"):
+    with pytest.raises(ArgumentError, match=r"p2p_s=1e\+300 must be a number of seconds above 0"):
         GroupTimeouts(p2p_s=1e300)

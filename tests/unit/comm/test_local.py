@@ -1,6 +1,7 @@
 """Ranks as threads: what could only hang is an error with a table."""
 
 import threading
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -156,13 +157,29 @@ def test_who_waits_for_a_deadlock_is_told_too_and_a_helping_thread_is_waited_for
     World("local")(3, body)
 
 
+def in_threads(hub: LocalHub, rank_main: Callable[[LocalCommunicator], None]) -> None:
+    """Run every rank of the hub in a thread, until all have left."""
+    communicators = [LocalCommunicator(hub, "k", rank, hub.world_size) for rank in range(hub.world_size)]
+
+    def run(communicator: LocalCommunicator) -> None:
+        try:
+            rank_main(communicator)
+        finally:
+            hub.leave(communicator.rank_in_group)
+
+    threads = [threading.Thread(target=run, args=(communicator,)) for communicator in communicators]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+
+
 def log_of(seed: int | None) -> list[str]:
     """What three ranks that compete say, in the order in which they say it."""
-    hub, said = LocalHub(3, seed=seed), list[str]()
-    store: list[LocalCommunicator] = [LocalCommunicator(hub, "k", rank, 3) for rank in range(3)]
+    said = list[str]()
 
-    def rank_main(rank: int) -> None:
-        mine, box = store[rank], torch.empty(1)
+    def rank_main(mine: LocalCommunicator) -> None:
+        rank, box = mine.rank_in_group, torch.empty(1)
         for turn in range(6):
             mine.isend(torch.full((1,), float(turn)), (rank + 1) % 3, 0)
             said.append(f"{rank} sent {turn}")
@@ -171,13 +188,8 @@ def log_of(seed: int | None) -> list[str]:
             arriving.wait(30)
             said.append(f"{rank} has {box.item()}")
         mine.barrier(30)
-        hub.leave(rank)
 
-    threads = [threading.Thread(target=rank_main, args=(rank,)) for rank in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
+    in_threads(LocalHub(3, seed=seed), rank_main)
     return said
 
 
@@ -190,53 +202,38 @@ def test_a_seed_makes_runs_repeatable() -> None:
 
 
 def test_with_a_seed_one_rank_runs_at_a_time_and_a_deadlock_is_an_error_still() -> None:
-    hub = LocalHub(2, seed=1)
     inside = threading.Lock()
     errors: list[Exception] = []
 
-    def rank_main(rank: int) -> None:
-        mine = LocalCommunicator(hub, "k", rank, 2)
+    def rank_main(mine: LocalCommunicator) -> None:
         try:
             mine.barrier(30)
             for _ in range(20):
                 assert inside.acquire(False), "two ranks run at once"
                 inside.release()
                 mine.all_reduce_(torch.ones(2), ReduceOp.SUM, 30)
-            mine.irecv(torch.empty(1), 1 - rank, 0).wait(30)
+            mine.irecv(torch.empty(1), 1 - mine.rank_in_group, 0).wait(30)
         except Exception as error:
             errors.append(error)
-        finally:
-            hub.leave(rank)
 
-    threads = [threading.Thread(target=rank_main, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
+    in_threads(LocalHub(2, seed=1), rank_main)
     assert [type(error) for error in errors] == [CollectiveMismatchError] * 2
     assert "every rank waits and none can go on" in str(errors[0])
 
 
 def test_a_rank_that_stays_away_is_not_waited_for() -> None:
-    hub = LocalHub(2, seed=3)
     other_is_done = threading.Event()
     results: list[str] = []
 
-    def rank_main(rank: int) -> None:
-        mine = LocalCommunicator(hub, "k", rank, 2)
+    def rank_main(mine: LocalCommunicator) -> None:
         mine.barrier(30)
-        if rank == 0:
+        if mine.rank_in_group == 0:
             assert other_is_done.wait(30)  # by other means than the hub
         else:
             mine.isend(torch.ones(1), 0, 0)
             other_is_done.set()
         mine.barrier(30)
         results.append("done")
-        hub.leave(rank)
 
-    threads = [threading.Thread(target=rank_main, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
+    in_threads(LocalHub(2, seed=3), rank_main)
     assert results == ["done", "done"]

@@ -10,7 +10,7 @@ from parallel_runtime.config.dialects import Dialect, NamedGroups, named_groups
 from parallel_runtime.config.parallel_config import ParallelConfig
 from parallel_runtime.errors import ArgumentError, ConfigError
 from parallel_runtime.terms import DENSE_AXES, DenseAxis
-from parallel_runtime.topology import Layout, Mesh
+from parallel_runtime.topology import Layout
 from tests.oracles import load_oracle
 
 RANK_GROUPS: list[dict[str, Any]] = load_oracle("rank_groups")
@@ -211,10 +211,13 @@ def test_teaching_trainers_rank_lists(peer: str, order: tuple[DenseAxis, ...], n
 
 
 def megatron_rank_lists(sizes: dict[str, int], order: str, tokens: str) -> list[list[int]]:
-    """Number the ranks as Megatron's generator does: one axis after the other in the given order."""
-    axes = tuple(order.split("-"))
-    mesh = Mesh(axes, tuple(sizes[axis] for axis in axes))
-    return [list(group) for group in mesh.groups(tokens.split("-"))]
+    """Number the ranks as Megatron's generator does, first axis fastest, and join those that agree on all other axes."""
+    axes = tuple(reversed(order.split("-")))
+    others = [at for at, axis in enumerate(axes) if axis not in tokens.split("-")]
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for rank, indices in enumerate(product(*(range(sizes[axis]) for axis in axes))):
+        groups.setdefault(tuple([indices[at] for at in others]), []).append(rank)
+    return list(groups.values())
 
 
 def test_every_megatron_order_is_read_right_or_refused_for_a_reason() -> None:
