@@ -23,5 +23,10 @@ GroupName: TypeAlias = Literal["world", "stage", "tp", "cp", "dp", "pp", "ep", "
 """Every group a context opens by itself."""
 
 DENSE_AXES: tuple[DenseAxis, ...] = ("tp", "cp", "dp", "pp")
+"""The axes of the dense view in their usual order, fastest first."""
+
 EXPERT_AXES: tuple[ExpertAxis, ...] = ("etp", "ep", "edp")
+"""The axes of the expert view, fastest first."""
+
 GROUP_NAMES: tuple[GroupName, ...] = ("world", "stage", "tp", "cp", "dp", "pp", "ep", "etp", "edp", "dcp")
+"""All group names in their usual order: where two name the same ranks, the earlier one opens the communicators."""
