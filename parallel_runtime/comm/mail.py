@@ -116,6 +116,7 @@ def post(
     peer, base = stream
     sent = core.traffic.streams.sent
     sequence = sent[stream] = sent.get(stream, 0) + 1
+    core.traffic.recorder.pass_message(True, stream, sequence)
     body, buffers = outcome.encoded
     kind = Kind.VALUE if outcome.error is None else Kind.ERROR
     frame, follows = pack_frame(body, kind=kind, content=content, sequence=sequence, digest=digest)
@@ -189,6 +190,7 @@ class Incoming:
             raise
         if fault:
             raise CollectiveMismatchError(f"from member {peer}: {fault}")
+        core.traffic.recorder.pass_message(False, self.stream, self._sequence)
         return body
 
     def _rest(self, frame: Frame, clock: Clock) -> Body | str:

@@ -178,6 +178,7 @@ class PointToPoint:
         peer, base = stream
         sent = core.traffic.streams.sent
         sequence = sent[stream] = sent.get(stream, 0) + 1
+        core.traffic.recorder.pass_message(True, stream, sequence)
         about = msgspec.msgpack.encode((str(payload.dtype), tuple(payload.shape)))
         header, _ = pack_frame(bytearray(about), content=Content.TENSOR, sequence=sequence)
         works = [core.control.isend(header, peer, base)]
@@ -280,6 +281,7 @@ class _Receiving:
             raise CollectiveMismatchError(fault)
         if out is not None and target is not out:
             out.detach().copy_(target)
+        core.traffic.recorder.pass_message(False, self._stream, self._sequence)
         self.result = target if out is None else out
 
     def _fault(self, sequence: int, dtype: torch.dtype, shape: tuple[int, ...]) -> str:

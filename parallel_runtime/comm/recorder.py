@@ -1,12 +1,12 @@
 """What a group did last: a fixed ring of records, always on, cheap enough for every operation."""
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple, TypeAlias, final
 
 import torch
 
-__all__ = ["RING_SIZE", "Entry", "Observer", "Record", "Recorder", "describe"]
+__all__ = ["RING_SIZE", "Entry", "Observer", "Passed", "Record", "Recorder", "describe"]
 
 RING_SIZE: Final = 256
 """Finished operations that are kept per communicator."""
@@ -14,8 +14,27 @@ RING_SIZE: Final = 256
 Entry: TypeAlias = tuple[str, int, str, torch.dtype | None, tuple[int, ...], float]
 """A started operation: group, sequence, operation, dtype, shape, start (``time.perf_counter`` seconds)."""
 
-Observer: TypeAlias = Callable[[Entry, float, float | None], None]
-"""Told of every finished operation: entry, seconds, and those of them spent waiting for peers (``None``: nobody can tell)."""
+
+@final
+class Passed(NamedTuple):
+    """A message between this member and another one; both ends count it alike.
+
+    Attributes:
+        is_sent: Whether this member sent it.
+        peer: The other one, group-local.
+        stream: Its tag on the wire.
+        number: Which one of the stream, from 1.
+    """
+
+    is_sent: bool
+    peer: int
+    stream: int
+    number: int
+
+
+Observer: TypeAlias = Callable[[Entry, float, float | None, Sequence[Passed]], None]
+"""Told of every finished operation: entry, seconds, those of them spent waiting for peers (``None``: nobody can tell), and the
+messages that it began to send or took."""
 
 
 @final
@@ -55,11 +74,12 @@ class Recorder:
         observers: Told of what is finished, beside the ring.
     """
 
-    __slots__ = ("_ring", "_waited_s", "observers", "under_way")
+    __slots__ = ("_passed", "_ring", "_waited_s", "observers", "under_way")
 
     def __init__(self) -> None:
         self._ring: deque[tuple[Entry, float]] = deque(maxlen=RING_SIZE)
         self._waited_s: float | None = None
+        self._passed: list[Passed] = []
         self.under_way: Entry | None = None
         self.observers: tuple[Observer, ...] = ()
 
@@ -69,9 +89,11 @@ class Recorder:
         self.under_way = None
         if self.observers:
             for observer in self.observers:
-                observer(entry, seconds, self._waited_s)
+                observer(entry, seconds, self._waited_s, self._passed)
             if self._waited_s:
                 self._waited_s = 0.0
+            if self._passed:
+                self._passed = []
 
     def observe(self, observer: Observer, *, tells_waiting: bool) -> None:
         """Tell somebody of every operation that finishes from now on.
@@ -91,6 +113,17 @@ class Recorder:
         """Note that the operation under way waited for a peer; to be called while there are ``observers``."""
         if self._waited_s is not None:
             self._waited_s += seconds
+
+    def pass_message(self, is_sent: bool, stream: tuple[int, int], number: int) -> None:
+        """Note that the operation under way sends a message, or has taken one.
+
+        Args:
+            is_sent: Whether it sends it.
+            stream: (peer, tag on the wire).
+            number: Which one of the stream.
+        """
+        if self.observers:
+            self._passed.append(Passed(is_sent, *stream, number))
 
     @property
     def current(self) -> Record | None:

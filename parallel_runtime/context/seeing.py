@@ -10,6 +10,7 @@ from parallel_runtime.comm.coordinator import GroupCoordinator
 from parallel_runtime.context.connectors import Connection
 from parallel_runtime.context.statistics import OperationCounter, Statistics
 from parallel_runtime.context.trace import Recording
+from parallel_runtime.context.trace_document import trace_document, write_trace
 from parallel_runtime.errors import ContextStateError
 from parallel_runtime.terms import Rank
 
@@ -70,17 +71,36 @@ class Seeing(ABC):
 
         Collective: all ranks, at the same point of their programs. Its end measures clocks and sends all parts to the first.
         """
-        self._check_open()
-        if self._recording is not None:
-            raise ContextStateError("this context records a trace already; end that block before the next one")
-        recording = self._recording = Recording(self._place(), path)
+        recording = self.start_recording()
         try:
-            self._follow_all(recording)
             yield recording
         finally:
-            recording.stop()
+            self.stop_recording()
+        parts, clocks = recording.collect(self.world)
+        if parts:
+            write_trace(path, trace_document(parts, clocks))
+
+    def start_recording(self) -> Recording:
+        """Record this rank's operations until ``stop_recording``: for programs in which no block can stand around them.
+
+        Returns:
+            Takes further stretches; its ``collect`` brings the parts of several ranks together after ``stop_recording``.
+
+        Raises:
+            ContextStateError: The context is not open, or records already.
+        """
+        self._check_open()
+        if self._recording is not None:
+            raise ContextStateError("this context records a trace already; end that one before the next")
+        self._recording = Recording(self.world.rank, self._place())
+        self._follow_all(self._recording)
+        return self._recording
+
+    def stop_recording(self) -> None:
+        """Record no more. Twice is nothing."""
+        if self._recording is not None:
+            self._recording.stop()
             self._recording = None
-        recording.finish(self.world)
 
     @property
     @abstractmethod

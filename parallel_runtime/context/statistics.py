@@ -7,12 +7,12 @@ the codec alone. Bytes on the wire are another matter: they depend on the commun
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import prod
 from typing import Final, final
 
-from parallel_runtime.comm.recorder import Entry
+from parallel_runtime.comm.recorder import Entry, Passed
 from parallel_runtime.config.plan_text import Table, format_bytes, format_ranks, render_tables
 from parallel_runtime.context.connectors import Connection
 from parallel_runtime.terms import Rank
@@ -168,7 +168,8 @@ class _Totals:
         self._ranks = ranks
         self._sums: dict[tuple[str, str], tuple[int, int, float, float | None]] = {}
 
-    def note(self, entry: Entry, seconds: float, waited_s: float | None) -> None:
+    def note(self, entry: Entry, seconds: float, waited_s: float | None, passed: Sequence[Passed]) -> None:
+        del passed
         group, _, operation, dtype, shape, _ = entry
         nbytes = 0 if dtype is None else prod(shape) * dtype.itemsize
         calls, moved, spent, waited = self._sums.get((group, operation), (0, 0, 0.0, 0.0))

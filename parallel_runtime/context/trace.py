@@ -5,19 +5,18 @@ one after the other against the world's first rank, which collects everything an
 """
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from time import perf_counter
 from typing import Final, final
 
 import torch
 
 from parallel_runtime.comm.coordinator import GroupCoordinator
-from parallel_runtime.comm.recorder import Entry
+from parallel_runtime.comm.recorder import Entry, Passed
 from parallel_runtime.context.connectors import Connection
 from parallel_runtime.context.statistics import WAIT_TELLERS
-from parallel_runtime.context.trace_document import Clock, Operation, RankTrace, Stretch, trace_document, write_trace
+from parallel_runtime.context.trace_document import Clock, Message, Operation, RankTrace, Stretch
 from parallel_runtime.terms import Rank
 
 __all__ = ["MAX_OPERATIONS", "Recording"]
@@ -31,16 +30,16 @@ _PING_TAG: Final = 0
 
 @final
 class Recording:
-    """What one rank does while a trace is recorded; ``ParallelContext.trace`` makes it.
+    """What one rank does while a trace is recorded; a ``ParallelContext`` makes it.
 
     Args:
+        rank: Of the world.
         who: For people: this rank's place.
-        path: Where the world's first rank writes.
     """
 
-    def __init__(self, who: str, path: str | os.PathLike[str]) -> None:
+    def __init__(self, rank: int, who: str) -> None:
+        self._rank = rank
         self._who = who
-        self._path = Path(path)
         self._start_s = perf_counter()
         self._followed: list[tuple[Connection, _Kept]] = []
         self._stretches: list[Stretch] = []
@@ -79,7 +78,7 @@ class Recording:
             ranks: World ranks of its members, in group order.
             connection: Which.
         """
-        kept = _Kept(ranks)
+        kept = _Kept(ranks, self._rank)
         connection.data.traffic.recorder.observe(kept.note, tells_waiting=connection.data.kind in WAIT_TELLERS)
         self._followed.append((connection, kept))
 
@@ -88,21 +87,23 @@ class Recording:
         for connection, kept in self._followed:
             connection.data.traffic.recorder.leave(kept.note)
 
-    def finish(self, world: GroupCoordinator) -> None:
-        """Measure the clocks, collect every rank's part on the first one, and write the file there.
+    def collect(self, group: GroupCoordinator) -> tuple[list[RankTrace], list[Clock]]:
+        """Keep no more, measure the clocks, and bring every rank's part to the first one.
 
         Args:
-            world: All ranks of the context.
+            group: All ranks that record together.
+
+        Returns:
+            The parts, and how the clocks of their ranks differ from that of the first; on the first rank alone, else nothing.
 
         Raises:
-            OSError: The file cannot be written; on the first rank alone.
             PeerError: A rank failed or left.
 
-        Collective: all ranks.
+        Collective: all ranks of the group.
         """
         self.stop()
         mine = RankTrace(
-            rank=world.rank,
+            rank=self._rank,
             who=self._who,
             pid=os.getpid(),
             start_s=self._start_s,
@@ -110,21 +111,21 @@ class Recording:
             operations=[operation for _, kept in self._followed for operation in kept.operations],
             stretches=self._stretches,
         )
-        clocks = _measure_clocks(world)
-        parts = world.all_gather_object(mine.to_builtins())
-        if world.is_first_rank:
-            write_trace(self._path, trace_document([RankTrace.of(part) for part in parts], clocks))
+        clocks = _measure_clocks(group)
+        parts = group.all_gather_object(mine.to_builtins())
+        return ([RankTrace.of(part) for part in parts], clocks) if group.is_first_rank else ([], [])
 
 
 class _Kept:
     """The operations of one connection."""
 
-    def __init__(self, ranks: tuple[Rank, ...]) -> None:
+    def __init__(self, ranks: tuple[Rank, ...], me: int) -> None:
         self._ranks = tuple(map(int, ranks))
+        self._me = me
         self.operations: list[Operation] = []
         self.num_dropped = 0
 
-    def note(self, entry: Entry, seconds: float, waited_s: float | None) -> None:
+    def note(self, entry: Entry, seconds: float, waited_s: float | None, passed: Sequence[Passed]) -> None:
         if len(self.operations) >= MAX_OPERATIONS:
             self.num_dropped += 1
             return
@@ -140,8 +141,14 @@ class _Kept:
                 start_s=start_s,
                 seconds=seconds,
                 waited_s=waited_s,
+                messages=[self._message(each) for each in passed],
             )
         )
+
+    def _message(self, passed: Passed) -> Message:
+        here, there = self._me, self._ranks[passed.peer]
+        src, dst = (here, there) if passed.is_sent else (there, here)
+        return Message(src=src, dst=dst, stream=passed.stream, number=passed.number, is_sent=passed.is_sent)
 
 
 def _measure_clocks(world: GroupCoordinator) -> list[Clock]:

@@ -10,12 +10,13 @@ same number, counted from the first one of the recording; sequence numbers would
 import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from os import PathLike
 from pathlib import Path
 from typing import Any, Final, Self, final
 
 import msgspec
 
-__all__ = ["COLLECTIVES", "Clock", "Operation", "RankTrace", "Stretch", "trace_document", "write_trace"]
+__all__ = ["COLLECTIVES", "Clock", "Message", "Operation", "RankTrace", "Stretch", "trace_document", "write_trace"]
 
 COLLECTIVES: Final = frozenset(
     "all_reduce all_gather all_gatherv reduce_scatter reduce_scatterv all_to_all all_to_allv broadcast reduce gather scatter "
@@ -41,6 +42,24 @@ class Clock(msgspec.Struct, frozen=True):
         return 0.0 if abs(self.offset_s) <= self.uncertainty_s else self.offset_s
 
 
+class Message(msgspec.Struct, frozen=True, kw_only=True):
+    """A message that an operation began to send, or took.
+
+    Attributes:
+        src: World rank of the sender.
+        dst: World rank of the receiver.
+        stream: Its tag on the wire.
+        number: Which one of the stream, as both ends count.
+        is_sent: Whether this is the sender's end.
+    """
+
+    src: int
+    dst: int
+    stream: int
+    number: int
+    is_sent: bool
+
+
 class Operation(msgspec.Struct, frozen=True):
     """One operation of a group, as one member saw it.
 
@@ -54,6 +73,7 @@ class Operation(msgspec.Struct, frozen=True):
         start_s: When it began, by this rank's clock.
         seconds: How long it took.
         waited_s: How long of it was spent waiting for peers; ``None`` where nobody can tell.
+        messages: What it sent to and took from single members.
     """
 
     group: str
@@ -65,6 +85,7 @@ class Operation(msgspec.Struct, frozen=True):
     start_s: float
     seconds: float
     waited_s: float | None
+    messages: list[Message] = []
 
     @property
     def is_collective(self) -> bool:
@@ -143,6 +164,7 @@ def trace_document(parts: Sequence[RankTrace], clocks: Sequence[Clock]) -> dict[
     names: list[dict[str, Any]] = []
     events: list[dict[str, Any]] = []
     meetings: dict[tuple[tuple[int, ...], int], list[dict[str, Any]]] = defaultdict(list)
+    posted: dict[tuple[tuple[int, ...], int, int, int, int], dict[bool, dict[str, Any]]] = defaultdict(dict)
     for part, clock in zip(parts, clocks, strict=True):
         lanes = _Lanes(part.rank)
         entered: dict[tuple[int, ...], int] = defaultdict(int)
@@ -154,12 +176,19 @@ def trace_document(parts: Sequence[RankTrace], clocks: Sequence[Clock]) -> dict[
             kind = "collective" if operation.is_collective else "message"
             event = _event(operation.name, kind, lanes.of(operation.group), start_us, operation.seconds, _details(operation))
             events.append(event)
+            for message in operation.messages:
+                key = (operation.ranks, message.src, message.dst, message.stream, message.number)
+                posted[key][message.is_sent] = event
             if operation.is_collective:
                 meetings[operation.ranks, entered[operation.ranks]].append(event)
                 event["args"]["collective"] = entered[operation.ranks]
                 entered[operation.ranks] += 1
         names += lanes.names(f"rank {part.rank}: {part.who}, pid {part.pid}")
     events += [arrow for number, meeting in enumerate(meetings.values(), 1) for arrow in _arrows(number, meeting)]
+    passed = [ends for ends in posted.values() if len(ends) == 2]
+    events += [
+        arrow for number, ends in enumerate(passed, len(meetings) + 1) for arrow in _arrow(number, ends[True], ends[False])
+    ]
     metadata = {
         "clock": "perf_counter of the first rank, measured at the end",
         "clocks": [
@@ -173,7 +202,7 @@ def trace_document(parts: Sequence[RankTrace], clocks: Sequence[Clock]) -> dict[
     return {"traceEvents": names + events, "displayTimeUnit": "ms", "metadata": metadata}
 
 
-def write_trace(path: Path, document: Mapping[str, Any]) -> None:
+def write_trace(path: str | PathLike[str], document: Mapping[str, Any]) -> None:
     """Write a document as JSON.
 
     Args:
@@ -183,7 +212,7 @@ def write_trace(path: Path, document: Mapping[str, Any]) -> None:
     Raises:
         OSError: It cannot be written.
     """
-    path.write_text(json.dumps(document, separators=(",", ":")), encoding="utf-8")
+    Path(path).write_text(json.dumps(document, separators=(",", ":")), encoding="utf-8")
 
 
 class _Lanes:
@@ -228,9 +257,18 @@ def _arrows(number: int, meeting: Sequence[dict[str, Any]]) -> list[dict[str, An
         return []
     ordered = sorted(meeting, key=lambda event: float(event["ts"]))
     phases = ["s", *"t" * (len(ordered) - 2), "f"]
-    return [
-        {"name": event["name"], "cat": "collective", "ph": phase, "id": number, "ts": event["ts"]}
-        | {"pid": event["pid"], "tid": event["tid"]}
-        | ({"bp": "e"} if phase == "f" else {})
-        for event, phase in zip(ordered, phases, strict=True)
-    ]
+    name = ordered[0]["name"]
+    return [_point(number, phase, event, name, event["ts"]) for event, phase in zip(ordered, phases, strict=True)]
+
+
+def _arrow(number: int, sent: dict[str, Any], taken: dict[str, Any]) -> list[dict[str, Any]]:
+    """From where a message was sent to the end of the operation that took it."""
+    just_inside = taken["ts"] + taken["dur"] * 0.999
+    return [_point(number, "s", sent, "message", sent["ts"]), _point(number, "f", taken, "message", just_inside)]
+
+
+def _point(number: int, phase: str, event: dict[str, Any], name: str, ts: float) -> dict[str, Any]:
+    """One end of an arrow, on a slice. All points of one arrow have one name and category, by which they are found."""
+    where = {"pid": event["pid"], "tid": event["tid"]}
+    point = {"name": name, "cat": event["cat"], "ph": phase, "id": number, "ts": ts, **where}
+    return {**point, "bp": "e"} if phase == "f" else point

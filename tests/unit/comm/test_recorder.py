@@ -1,8 +1,10 @@
 """The ring of records."""
 
+from collections.abc import Sequence
+
 import torch
 
-from parallel_runtime.comm.recorder import RING_SIZE, Entry, Recorder
+from parallel_runtime.comm.recorder import RING_SIZE, Entry, Passed, Recorder
 
 
 def test_it_keeps_the_newest_and_what_is_under_way() -> None:
@@ -22,19 +24,21 @@ def test_it_keeps_the_newest_and_what_is_under_way() -> None:
 
 
 def test_observers_hear_what_finishes_and_how_long_it_waited() -> None:
-    recorder, heard = Recorder(), list[tuple[int, float, float | None]]()
+    recorder, heard = Recorder(), list[tuple[int, float, float | None, int]]()
 
-    def observer(entry: Entry, seconds: float, waited_s: float | None) -> None:
-        heard.append((entry[1], seconds, waited_s))
+    def observer(entry: Entry, seconds: float, waited_s: float | None, passed: Sequence[Passed]) -> None:
+        heard.append((entry[1], seconds, waited_s, sum(each.number for each in passed)))
 
     def operation(sequence: int, waits: tuple[float, ...]) -> None:
         for seconds in waits:
             recorder.add_wait(seconds)
         recorder.finish(("tp#0", sequence, "barrier", None, (), 0.0), 4.0)
 
+    recorder.pass_message(True, (1, 0), 7)
     operation(1, ())
     recorder.observe(observer, tells_waiting=True)
     operation(2, (1.0, 2.0))
+    recorder.pass_message(False, (1, 0), 8)
     operation(3, ())
     recorder.leave(observer)
     operation(4, ())
@@ -42,5 +46,5 @@ def test_observers_hear_what_finishes_and_how_long_it_waited() -> None:
     operation(5, (1.0,))
     recorder.leave(observer)
     recorder.leave(observer)
-    assert heard == [(2, 4.0, 3.0), (3, 4.0, 0.0), (5, 4.0, None)]
+    assert heard == [(2, 4.0, 3.0, 0), (3, 4.0, 0.0, 8), (5, 4.0, None, 0)]
     assert recorder.observers == ()

@@ -15,8 +15,8 @@ from parallel_runtime.errors import ContextStateError, RankFailedError
 from parallel_runtime.launch import launch, run_threads
 
 
-def check_document(document: dict[str, Any], num_ranks: int) -> None:
-    """What every trace must hold."""
+def check_document(document: dict[str, Any], num_ranks: int) -> list[tuple[int, int]]:
+    """What every trace must hold; sender and receiver of each arrow between two ranks."""
     events = [event for event in document["traceEvents"] if event["ph"] != "M"]
     assert [event["ts"] for event in events] == sorted(event["ts"] for event in events)
     assert all(event["ts"] >= 0 and event.get("dur", 0) >= 0 for event in events)
@@ -27,6 +27,7 @@ def check_document(document: dict[str, Any], num_ranks: int) -> None:
     for event in events:
         if event["ph"] in "stf":
             flows[event["id"]].append(event)
+    messages = [flows.pop(number) for number, flow in list(flows.items()) if flow[0]["cat"] == "message"]
     slices = {(event["pid"], event["tid"], event["ts"]): event for event in events if event["ph"] == "X"}
     for flow in flows.values():
         assert [event["ph"] for event in flow] == ["s", *"t" * (len(flow) - 2), "f"]
@@ -38,6 +39,14 @@ def check_document(document: dict[str, Any], num_ranks: int) -> None:
     )
     assert all(count == len(ranks) for (ranks, _), count in met.items())
     assert len(flows) == len(met)
+    for begin, end in messages:
+        assert (begin["ph"], end["ph"], begin["name"], end["name"]) == ("s", "f", "message", "message")
+        sent = slices[begin["pid"], begin["tid"], begin["ts"]]
+        taken = [each for each in slices.values() if each["ts"] <= end["ts"] <= each["ts"] + each["dur"]]
+        assert (end["pid"], end["tid"]) in {(each["pid"], each["tid"]) for each in taken}
+        assert sent["cat"] == "message"
+        assert begin["ts"] <= end["ts"]
+    return [(begin["pid"], end["pid"]) for begin, end in messages]
 
 
 def _work(ctx: ParallelContext, path: Path) -> None:
@@ -60,7 +69,7 @@ def test_a_trace_of_four_ranks_is_whole(start: Any, tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     start(_work, ParallelConfig(tp=2, pp=2), path)
     document = json.loads(path.read_text(encoding="utf-8"))
-    check_document(document, 4)
+    assert Counter(check_document(document, 4)) == {(0, 2): 3, (1, 3): 3}
     counts = Counter((event["pid"], event["name"]) for event in document["traceEvents"] if event["ph"] == "X")
     for rank in range(4):
         assert counts[rank, "all_reduce_"] == counts[rank, "barrier"] == counts[rank, "forward"] == 3
@@ -69,6 +78,28 @@ def test_a_trace_of_four_ranks_is_whole(start: Any, tmp_path: Path) -> None:
     assert [clock["rank"] for clock in clocks] == [0, 1, 2, 3]
     assert clocks[0]["uncertainty_us"] == 0
     assert all(abs(clock["offset_us"] - clock["applied_us"]) <= clock["uncertainty_us"] for clock in clocks)
+
+
+def _exchange_all(ctx: ParallelContext, path: Path) -> None:
+    group, x = ctx.world, torch.ones(2)
+    group.send_object("before", dst=(group.rank_in_group + 1) % 3)
+    group.recv_object(src=(group.rank_in_group - 1) % 3)
+    with ctx.trace(path):
+        group.exchange(x, dst=(group.rank_in_group + 1) % 3, src=(group.rank_in_group - 1) % 3)
+        if ctx.rank == 0:
+            group.send_object("hello", dst=2)
+            handle = group.irecv(src=1, tag=7)
+            handle.wait()
+        elif ctx.rank == 1:
+            group.isend(x, dst=0, tag=7).wait()
+        else:
+            assert group.recv_object(src=0) == "hello"
+
+
+def test_every_message_is_an_arrow_from_its_sender_to_whoever_took_it(tmp_path: Path) -> None:
+    run_threads(_exchange_all, ParallelConfig(dp=3), tmp_path / "trace.json")
+    document = json.loads((tmp_path / "trace.json").read_text(encoding="utf-8"))
+    assert Counter(check_document(document, 3)) == {(0, 1): 1, (1, 2): 1, (2, 0): 1, (0, 2): 1, (1, 0): 1}
 
 
 def _operation(start_s: float, name: str = "all_reduce", sequence: int = 1) -> Operation:
