@@ -20,7 +20,7 @@ from typing import final
 
 from parallel_runtime.comm.select import PlannedCommunicator
 from parallel_runtime.comm.shm.geometry import choose_geometries
-from parallel_runtime.config.plan_text import format_bytes
+from parallel_runtime.config.plan_text import format_bytes, format_count
 
 __all__ = ["Budget", "Budgets", "communicator_cost", "gloo_device_cost", "most_of_each"]
 
@@ -45,10 +45,8 @@ class Budget:
     bytes: int = 0
 
     def __str__(self) -> str:
-        return (
-            f"{self.communicators:,} communicators, {self.sockets:,} sockets, {self.threads:,} threads, "
-            f"{self.descriptors:,} descriptors, {format_bytes(self.bytes)}"
-        )
+        nouns = ("communicator", "socket", "thread", "descriptor")
+        return ", ".join([*(format_count(getattr(self, f"{noun}s"), noun) for noun in nouns), format_bytes(self.bytes)])
 
     def __add__(self, other: "Budget") -> "Budget":
         return Budget(

@@ -6,7 +6,7 @@ from typing import Protocol
 from parallel_runtime.config.plan_groups import GroupFamily, PlannedGroup
 from parallel_runtime.config.plan_picture import PictureCell, PictureHost, PictureLine, PictureTag
 from parallel_runtime.config.plan_tables import MEANINGS
-from parallel_runtime.config.plan_text import format_ranks
+from parallel_runtime.config.plan_text import format_count, format_ranks
 from parallel_runtime.terms import EXPERT_AXES, GroupName
 from parallel_runtime.topology.hosts import HostMap
 from parallel_runtime.topology.layout import Layout
@@ -62,14 +62,16 @@ def picture_hosts(
     for host in _drawn_hosts(hosts, layout.world_size):
         if host > before + 1:
             skipped = host - before - 1
-            found.append(PictureHost(title="", cells=(), note=f"... {skipped:,} more {'host' if skipped == 1 else 'hosts'} ..."))
+            found.append(PictureHost(title="", cells=(), note=f"... {format_count(skipped, 'more host')} ..."))
         before = host
         ranks = hosts.ranks_on(host)
         drawn = _drawn_ranks(hosts, host, layout.world_size)
         cells = tuple(PictureCell(title=f"rank {rank}", tags=_tags(rank, families, group_of, layout)) for rank in drawn)
         left = len(ranks) - len(drawn)
         title = f"{hosts.name(host)}: ranks {format_ranks(ranks, limit=4)}"
-        found.append(PictureHost(title=title, cells=cells, note=f"... and {left:,} more ranks on this host" if left else ""))
+        found.append(
+            PictureHost(title=title, cells=cells, note=f"... and {format_count(left, 'more rank')} on this host" if left else "")
+        )
     return tuple(found)
 
 
@@ -89,13 +91,12 @@ def picture_legend(families: Sequence[GroupFamily], some_groups: _SomeGroups, *,
     for family, names in _drawn_families(families, layout):
         name = names[0]
         left = family.num_groups - most
-        each = "group of" if family.num_groups == 1 else "groups of"
         lines.append(
             PictureLine(
                 name=" = ".join(names),
-                text=f"{MEANINGS[name]}: {family.num_groups:,} {each} {family.group_size:,}",
+                text=f"{MEANINGS[name]}: {format_count(family.num_groups, 'group')} of {family.group_size:,}",
                 tags=tuple(_tag(group, layout) for group in some_groups(name, most=most)),
-                note=f"... and {left:,} more groups" if left > 0 else "",
+                note=f"... and {format_count(left, 'more group')}" if left > 0 else "",
             )
         )
     return tuple(lines)

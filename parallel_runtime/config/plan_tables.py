@@ -8,7 +8,7 @@ from typing import final
 from parallel_runtime.comm.select import PlannedCommunicator
 from parallel_runtime.config.budget import Budget, Budgets
 from parallel_runtime.config.plan_groups import GroupFamily
-from parallel_runtime.config.plan_text import Table, format_bytes, format_ranks
+from parallel_runtime.config.plan_text import Table, format_bytes, format_count, format_ranks
 from parallel_runtime.terms import GroupName, Rank
 from parallel_runtime.topology.hosts import HostMap
 from parallel_runtime.topology.layout import Layout
@@ -69,7 +69,7 @@ def headline(layout: Layout, hosts: HostMap) -> str:
     if layout.ep > 1:
         sizes |= {"etp": layout.etp, "edp": layout.edp}
     said = " ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or "no parallel axis"
-    return f"{_count(layout.world_size, 'rank')} on {_count(hosts.num_hosts, 'host')}: {said}"
+    return f"{format_count(layout.world_size, 'rank')} on {format_count(hosts.num_hosts, 'host')}: {said}"
 
 
 def group_table(rows: Sequence[GroupRow]) -> Table:
@@ -102,7 +102,7 @@ def host_table(hosts: HostMap) -> Table:
     shown = range(min(hosts.num_hosts, _SHOWN_HOSTS))
     rows = tuple((hosts.name(host), str(len(hosts.ranks_on(host))), format_ranks(hosts.ranks_on(host))) for host in shown)
     left = hosts.num_hosts - len(shown)
-    note = f"{left} more hosts, not shown." if left else ""
+    note = f"{format_count(left, 'more host')}, not shown." if left else ""
     return Table(title="Hosts", header=("host", "ranks", "in local order"), rows=rows, note=note)
 
 
@@ -139,7 +139,3 @@ def _group_cells(row: GroupRow) -> tuple[str, ...]:
 def _budget_cells(name: str, cost: Budget) -> tuple[str, ...]:
     counts = (cost.communicators, cost.sockets, cost.threads, cost.descriptors)
     return (name, *(f"{count:,}" for count in counts), format_bytes(cost.bytes))
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"

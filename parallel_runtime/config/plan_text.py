@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import final
 
-__all__ = ["Table", "format_bytes", "format_ranks", "render_tables"]
+__all__ = ["Table", "format_bytes", "format_count", "format_ranks", "render_tables"]
 
 
 @final
@@ -55,6 +55,19 @@ def format_ranks(ranks: Sequence[int], *, limit: int = 8) -> str:
     if _is_even(ranks, ranks[1] - ranks[0]):
         return f"{ranks[0]} {ranks[1]} ... {ranks[-1]}"
     return f"{' '.join(map(str, ranks[:limit]))} ... {len(ranks) - limit:,} more"
+
+
+def format_count(number: int, noun: str) -> str:
+    """Write how many there are of something.
+
+    Args:
+        number: How many.
+        noun: Of what, in the singular.
+
+    Returns:
+        Such as ``"1 rank"`` or ``"1,024 ranks"``.
+    """
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def format_bytes(count: int) -> str:
