@@ -69,9 +69,8 @@ def picture_hosts(
         cells = tuple(PictureCell(title=f"rank {rank}", tags=_tags(rank, families, group_of, layout)) for rank in drawn)
         left = len(ranks) - len(drawn)
         title = f"{hosts.name(host)}: ranks {format_ranks(ranks, limit=4)}"
-        found.append(
-            PictureHost(title=title, cells=cells, note=f"... and {format_count(left, 'more rank')} on this host" if left else "")
-        )
+        note = f"... and {format_count(left, 'more rank')} on this host" if left else ""
+        found.append(PictureHost(title=title, cells=cells, note=note))
     return tuple(found)
 
 

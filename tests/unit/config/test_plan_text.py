@@ -2,7 +2,7 @@
 
 import pytest
 
-from parallel_runtime.config.plan_text import format_bytes, format_ranks
+from parallel_runtime.config.plan_text import format_bytes, format_count, format_ranks
 
 
 @pytest.mark.parametrize(
@@ -21,6 +21,10 @@ from parallel_runtime.config.plan_text import format_bytes, format_ranks
 )
 def test_format_ranks(ranks: range | tuple[int, ...], text: str) -> None:
     assert format_ranks(ranks) == text
+
+
+def test_format_count() -> None:
+    assert [format_count(number, "rank") for number in (0, 1, 2, 4096)] == ["0 ranks", "1 rank", "2 ranks", "4,096 ranks"]
 
 
 @pytest.mark.parametrize(
