@@ -101,8 +101,8 @@ class DataParallelController:
 
     @property
     def is_ready(self) -> bool:
-        """Whether every replica serves."""
-        return all(len(replica.ready) == self.dp for replica in self._replicas)
+        """Whether every replica serves, and gets requests unless it is drained."""
+        return all(self.serves(number) and self._dispatcher.is_open(number) for number in range(len(self._replicas)))
 
     @property
     def leaders(self) -> tuple[tuple[int, int], ...]:
@@ -237,19 +237,21 @@ class DataParallelController:
         Raises:
             ContextStateError: It does not serve, or waits for the weights of the others.
         """
-        if len(self._replicas[replica].ready) < self.dp:
+        if not self.serves(replica) or self.controls.is_behind(replica):
             raise ContextStateError(f"replica {replica} does not serve; it gets requests by itself once it has started")
         if self.controls.is_stale(replica):
             raise ContextStateError(f"replica {replica} lacks weights version {self.controls.version}; update all weights first")
         self.admit(replica)
 
     def admit(self, replica: int) -> None:
-        """Give a replica requests from now on.
+        """Give a replica requests from now on, unless it was lost meanwhile.
 
         Args:
             replica: Its number; all its leaders serve.
         """
         with self._lock:
+            if self._replicas[replica].links is None:
+                return
             self._do(self._dispatcher.open(replica))
             self.was_ready = self.was_ready or self.is_ready
             self._has_news.notify_all()

@@ -244,6 +244,14 @@ class Dispatcher:
         self._draining.discard(replica)
         return list(self._place())
 
+    def is_open(self, replica: int) -> bool:
+        """Find out whether a replica was opened and not lost since.
+
+        Args:
+            replica: Its number.
+        """
+        return replica in self._open
+
     def drain(self, replica: int) -> None:
         """Give a replica no more requests; it ends those it has. ``open`` ends this.
 

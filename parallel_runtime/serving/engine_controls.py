@@ -2,15 +2,12 @@
 
 import itertools
 import logging
-import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from os import PathLike, fspath
-from pathlib import Path
 from typing import TypeAlias, final
 
-import torch
 from torch import Tensor
 
 from parallel_runtime.errors import ParallelRuntimeError, PeerFailedError, PeerLostError, PeerTimeoutError
@@ -32,12 +29,12 @@ from parallel_runtime.serving.controls import (
     WakeUp,
 )
 from parallel_runtime.serving.links import LeaderLines
+from parallel_runtime.serving.weight_sources import TENSORS, WeightSources
 
 __all__ = ["EngineControls"]
 
 _log = logging.getLogger(__name__)
 _Leaders: TypeAlias = tuple[tuple[int, int], ...]
-_TENSORS = ".pt"
 
 
 @final
@@ -46,7 +43,8 @@ class EngineControls:
 
     Any thread may ask; it waits until all have answered. Requests wait while a control is done; none fails. A control that fails
     somewhere changes nothing there. A replica that is started again gets the weights of the others, and is paused or asleep as
-    they are, before it gets requests; where those weights came from a trainer it cannot, and waits for the next whole update.
+    they are, before it gets requests or tells its health; where those weights came from a trainer it cannot, and waits for the
+    next whole update.
 
     Args:
         lines: Ways to the leaders. Borrowed.
@@ -64,13 +62,14 @@ class EngineControls:
         self._owed: set[tuple[int, int, int]] = set()
         self._is_asking = False
         self._late: set[int] = set()
+        self._absent: set[int] = set()
+        self._catching_up: dict[int, int] = {}
         self._in_force: list[ControlAction] = []
         self._missing: set[tuple[int, int]] = set()
         self._answers: dict[tuple[int, int], Answer] = {}
         self._lost: ParallelRuntimeError | None = None
-        self._sources: list[str] = []
+        self._sources = WeightSources()
         self._holders: set[int] | None = None
-        self._handed_over: list[tempfile.TemporaryDirectory[str]] = []
         self.version = 0
 
     def pause(self) -> None:
@@ -120,13 +119,15 @@ class EngineControls:
             timeout_s: Longest wait for all of them; a leader answers once in each turn of its loop.
 
         Returns:
-            One status each, in their order.
+            One status each, in their order; none of a replica that is still brought to where the others are.
 
         Raises:
             PeerTimeoutError: One has not answered in time.
             PeerError: A replica is lost.
         """
-        return tuple(answer.status for answer in self._order(Health(), timeout_s=timeout_s))
+        with self._turn() as asked:
+            asked = tuple(leader for leader in asked if not self.is_behind(leader[0]))
+            return tuple(answer.status for answer in self._ask(asked, Health(), timeout_s=timeout_s))
 
     def start_profile(self) -> None:
         """Begin to write down what every rank does when.
@@ -161,14 +162,14 @@ class EngineControls:
             Their version, which outputs are marked with.
 
         Raises:
-            PeerError: A replica could not, or is lost. The weights that serve are as before.
+            PeerError: A replica could not, or is lost before all have read theirs. The weights that serve are as before.
         """
         with self._turn() as asked:
-            path = self._hand_over(source) if isinstance(source, Mapping) else fspath(source)
+            path = self._sources.write(source) if isinstance(source, Mapping) else fspath(source)
             version = self._exchange(asked, lambda replica: LoadWeights(path=path), version)
-            if not path.endswith(_TENSORS):
+            if not path.endswith(TENSORS):
                 self._begin_anew(None)
-            self._sources.append(path)
+            self._sources.paths.append(path)
             return version
 
     def receive_weights(self, host: str, port: int, *, num_senders: int = 1, version: int | None = None) -> int:
@@ -184,7 +185,7 @@ class EngineControls:
             Their version.
 
         Raises:
-            PeerError: A replica could not, or is lost, or a sender failed. The weights that serve are as before.
+            PeerError: A replica could not, or is lost before all have theirs, or a sender failed. All serve as before.
         """
         with self._turn() as asked:
             ranks = {replica: self._lines.num_ranks(replica) for replica, _ in asked}
@@ -220,32 +221,40 @@ class EngineControls:
         with self._news:
             return self._holders is not None and replica not in self._holders
 
+    def is_behind(self, replica: int) -> bool:
+        """Whether a replica that was lost is not where the others are yet, so that it gets no requests.
+
+        Args:
+            replica: Its number.
+        """
+        with self._news:
+            return replica in self._absent or replica in self._catching_up
+
     def join(self, replica: int) -> None:
-        """Bring a replica that has started to where the others are, and give it requests if that can be done.
+        """Bring a replica that has started to where the others are; once it is there, it gets requests.
 
         While something is asked of the others it waits for the end of that; nobody waits here.
 
         Args:
             replica: Its number.
         """
-        with self._news:
+        with self._news:  # nothing is asked of the others between these messages, nor is the replica started once more
             if self._is_asking:
                 self._late.add(replica)
+                self._absent.add(replica)
                 return
-        if self.is_stale(replica):
-            _log.warning(
-                "replica %d was started again without weights version %d, which a trainer sent; it serves after the next whole "
-                "update",
-                replica,
-                self.version,
-            )
-            return
-        for path in self._sources:
-            self._tell(replica, LoadWeights(path=path))
-            self._tell(replica, SwapWeights(version=self.version))
-        for action in self._in_force:
-            self._tell(replica, action)
-        self._lines.admit(replica)
+            self._absent.discard(replica)
+            if self.is_stale(replica):
+                _log.warning(
+                    "replica %d was started again without weights version %d of a trainer; it serves after the next whole update",
+                    replica,
+                    self.version,
+                )
+                return
+            swap = SwapWeights(version=self.version)
+            actions = [action for path in self._sources.paths for action in (LoadWeights(path=path), swap)] + self._in_force
+            self._catching_up[replica] = max((self._tell(replica, action) for action in actions), default=-1)  # the last one
+            self._admit_if_there(replica)
 
     def take(self, replica: int, dp_rank: int, answer: Answer) -> None:
         """Note an answer.
@@ -266,6 +275,7 @@ class EngineControls:
                 self._news.notify_all()
             elif answer.error is not None:
                 raise PeerFailedError(f"replica {replica} does not get where the others are: {answer.error}")
+            self._admit_if_there(replica)
 
     def lose(self, replica: int | None, error: ParallelRuntimeError) -> None:
         """Wait for no answer of a replica any more.
@@ -275,17 +285,31 @@ class EngineControls:
             error: What happened.
         """
         if replica is None:
-            self._forget_sources()
+            self._sources.forget()
+        with self._news:
+            if replica is not None:
+                self._absent.add(replica)
+                self._late.discard(replica)
+                self._catching_up.pop(replica, None)
+                if self._holders is not None:
+                    self._holders.discard(replica)
+            self._expect_nothing(replica, error)
+
+    def _expect_nothing(self, replica: int | None, error: ParallelRuntimeError) -> None:
         with self._news:
             self._owed = {owed for owed in self._owed if replica is not None and owed[1] != replica}
-            self._late.discard(-1 if replica is None else replica)
-            if self._holders is not None:
-                self._holders.discard(-1 if replica is None else replica)
             gone = {leader for leader in self._missing if replica is None or leader[0] == replica}
             if gone:
                 self._lost = error
                 self._missing -= gone
                 self._news.notify_all()
+
+    def _admit_if_there(self, replica: int) -> None:
+        """Under the lock: give a replica requests that has done all it was told as it joined."""
+        last = self._catching_up.get(replica)
+        if last is not None and not any(owed[:2] == (last, replica) for owed in self._owed):
+            del self._catching_up[replica]
+            self._lines.admit(replica)
 
     @contextmanager
     def _turn(self) -> Iterator[_Leaders]:
@@ -293,22 +317,20 @@ class EngineControls:
         with self._one_at_a_time:
             with self._news:
                 self._is_asking = True
-                asked = tuple(leader for leader in self._lines.leaders if leader[0] not in self._late)
+                asked = tuple(leader for leader in self._lines.leaders if leader[0] not in self._absent)
             try:
                 yield asked
             finally:
                 with self._news:
                     self._is_asking = False
                     late, self._late = self._late, set()
-                for replica in sorted(late):
-                    self.join(replica)
+                    for replica in sorted(late):
+                        self.join(replica)
 
-    def _order(
-        self, action: ControlAction, *, ends: ControlAction | None = None, timeout_s: float | None = None
-    ) -> tuple[Answer, ...]:
+    def _order(self, action: ControlAction, *, ends: ControlAction | None = None) -> tuple[Answer, ...]:
         """Ask everybody, and remember what is in force from now on."""
         with self._turn() as asked:
-            answers = self._ask(asked, action, timeout_s=timeout_s)
+            answers = self._ask(asked, action)
             if isinstance(action, Pause | Sleep) and action not in self._in_force:
                 self._in_force.append(action)
             if ends in self._in_force:
@@ -322,7 +344,12 @@ class EngineControls:
         except ParallelRuntimeError:
             self._ask(asked, SwapWeights(version=None))
             raise
-        self._ask(asked, SwapWeights(version=version))
+        try:
+            self._ask(asked, SwapWeights(version=version))
+        except PeerLostError:
+            if not self._answers:
+                raise
+            _log.warning("a replica was lost as it took weights version %d; the others serve with them", version)
         self.version = version
         return version
 
@@ -331,22 +358,23 @@ class EngineControls:
     ) -> tuple[Answer, ...]:
         still_there = set(self._lines.leaders)
         with self._news:
-            asked = tuple(leader for leader in asked if leader in still_there and leader[0] not in self._late)
+            asked = tuple(leader for leader in asked if leader in still_there and leader[0] not in self._absent)
             self._number, self._missing = next(self._numbers), set(asked)
             self._answers, self._lost = {}, None
         for replica in sorted({replica for replica, _ in asked}):
             what = action(replica) if callable(action) else action
             self._tell(replica, what, number=self._number)
         for replica in {replica for replica, _ in still_there.difference(self._lines.leaders)}:
-            self.lose(replica, PeerLostError(f"replica {replica} was lost as it was asked"))
+            self._expect_nothing(replica, PeerLostError(f"replica {replica} was lost as it was asked"))
         return self._wait(asked, timeout_s)
 
-    def _tell(self, replica: int, action: ControlAction, *, number: int | None = None) -> None:
+    def _tell(self, replica: int, action: ControlAction, *, number: int | None = None) -> int:
         number = next(self._numbers) if number is None else number
         if not isinstance(action, Health):
             with self._news:
                 self._owed |= {(number, *leader) for leader in self._lines.leaders if leader[0] == replica}
         self._lines.tell(replica, Control(number=number, action=action))
+        return number
 
     def _wait(self, asked: _Leaders, timeout_s: float | None) -> tuple[Answer, ...]:
         with self._news:
@@ -362,24 +390,11 @@ class EngineControls:
             raise PeerFailedError(told)
         return answers
 
-    def _hand_over(self, tensors: Mapping[str, Tensor]) -> str:
-        folder = tempfile.TemporaryDirectory(prefix="parallel-runtime-weights-")
-        self._handed_over.append(folder)
-        path = Path(folder.name) / "tensors.pt"
-        torch.save({name: tensor.detach().cpu() for name, tensor in tensors.items()}, path)
-        return str(path)
-
     def _begin_anew(self, holders: set[int] | None) -> None:
         """All weights are others now: in files, or just in these replicas. Those that had waited for that may serve."""
-        self._forget_sources()
+        self._sources.forget()
         with self._news:
-            before, self._holders = self._holders, holders
-        if before is not None:
-            for replica in sorted({replica for replica, _ in self._lines.leaders} - before - self._late):
+            before, self._holders = self._holders, None if holders is None else holders - self._absent
+            waited = set() if before is None else {replica for replica, _ in self._lines.leaders} - before - self._absent
+            for replica in sorted(waited):
                 self._lines.admit(replica)
-
-    def _forget_sources(self) -> None:
-        self._sources.clear()
-        for folder in self._handed_over:
-            folder.cleanup()
-        self._handed_over.clear()

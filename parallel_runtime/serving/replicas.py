@@ -283,17 +283,18 @@ class _Keeper:
         life, now = self.life, time.monotonic()
         for leader in heard:
             life.hear(leader)
-        if life.state is ReplicaState.STARTING and self._controller.serves(self._number):
+        controls, number = self._controller.controls, self._number
+        if life.state is ReplicaState.STARTING and self._controller.serves(number) and not controls.is_behind(number):
             life.serve(now)
             self._has_served = True
         if self._is_closing.is_set():
             return
         if self._wants_restart.is_set():
-            raise _RestartWantedError(f"replica {self._number} is started again, as was asked")
-        if problem := life.problem(now, is_busy=self._controller.controls.is_busy(self._number)):
-            raise PeerTimeoutError(f"replica {self._number}: {problem}")
+            raise _RestartWantedError(f"replica {number} is started again, as was asked")
+        if problem := life.problem(now, is_busy=controls.is_busy(number)):
+            raise PeerTimeoutError(f"replica {number}: {problem}")
         if life.asks(now):
-            self._controller.tell(self._number, Ping())
+            self._controller.tell(number, Ping())
 
     def _say_farewell(self, ranks: RankExecutor) -> None:
         """Every rank has returned: hand out their last words."""

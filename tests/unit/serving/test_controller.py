@@ -1,5 +1,6 @@
 """The controller with leaders played by the test."""
 
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ import pytest
 from parallel_runtime.errors import ArgumentError, ContextStateError, PeerLostError, QueueFullError, RequestError
 from parallel_runtime.serving.balancer import BalancePolicy
 from parallel_runtime.serving.controller import DataParallelController
+from parallel_runtime.serving.controls import Answer, Control, Status
 from parallel_runtime.serving.deliveries import Delivery
 from parallel_runtime.serving.messages import (
     Abort,
@@ -30,6 +32,8 @@ from parallel_runtime.serving.messages import (
     encode,
 )
 from parallel_runtime.serving.sampling_params import SamplingParams
+
+STATUS = Status(num_waiting=0, num_running=0, num_free_blocks=1, num_cached_blocks=0, num_reused_tokens=0, weights_version=0)
 
 
 def make(name: str, length: int = 1, new: int = 1) -> Request:
@@ -261,6 +265,32 @@ def test_what_a_lost_replica_held_goes_on_elsewhere(pair: Stage) -> None:
     assert pair.controller.pump(0.0, replica=1) == frozenset()
     serve(pair, 0, StepOutput(request_id="b", token_ids=(6,)), end("b", 7, 8))
     assert [what.token_ids for name, what in pair.delivered() if isinstance(what, StepOutput)] == [(5,), (6,), (7, 8)]
+
+
+def test_nobody_is_told_of_a_replica_before_it_gets_requests(pair: Stage) -> None:
+    """Its leaders serve, but something is asked of the others, so it has not joined."""
+    asker = threading.Thread(target=pair.controller.controls.pause)
+    asker.start()
+    while not (heard := pair.heard(0)):
+        pass
+    serve(pair, 1, READY)
+    assert (pair.controller.serves(1), pair.controller.is_ready) == (True, False)
+    (question,) = heard
+    assert isinstance(question, Control)
+    serve(pair, 0, Answer(number=question.number, status=STATUS))
+    asker.join()
+    assert pair.controller.is_ready is False, "it is paused first, as the others are"
+    (question,) = pair.heard(1)
+    assert isinstance(question, Control)
+    serve(pair, 1, Answer(number=question.number, status=STATUS))
+    assert pair.controller.is_ready
+    assert pair.controller.submit(make("a"), pair.sink, to=1) == 1
+
+
+def test_one_that_is_lost_meanwhile_gets_no_requests(pair: Stage) -> None:
+    pair.controller.lose(0, PeerLostError("gone"))
+    pair.controller.admit(0)
+    assert pair.controller.submit(make("a"), pair.sink) is None
 
 
 def test_requests_wait_while_no_replica_serves(pair: Stage) -> None:

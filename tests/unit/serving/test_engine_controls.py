@@ -23,6 +23,7 @@ from parallel_runtime.serving.controls import (
 from parallel_runtime.serving.engine_controls import EngineControls
 from parallel_runtime.serving.messages import FrontMessage
 
+KILLED = PeerLostError("rank 5 was killed")
 STATUS = Status(num_waiting=0, num_running=0, num_free_blocks=1, num_cached_blocks=0, num_reused_tokens=0, weights_version=0)
 
 
@@ -37,6 +38,8 @@ class Lines:
         self.error: Callable[[ControlAction], str | None] = lambda action: None
         self.silent: set[int] = set()
         self.admitted: list[int] = []
+        self.owed: dict[int, list[int]] = {}
+        self.lose_at: ControlAction | None = None
 
     def admit(self, replica: int) -> None:
         self.admitted.append(replica)
@@ -47,10 +50,20 @@ class Lines:
     def tell(self, replica: int, message: FrontMessage) -> None:
         assert isinstance(message, Control)
         self.told.append((replica, message.action))
-        if replica not in self.silent:
+        if replica == 2 and message.action == self.lose_at:
+            self.controls.lose(2, KILLED)
+        elif replica in self.silent:
+            self.owed.setdefault(replica, []).append(message.number)
+        else:
             for dp_rank in range(2):
                 answer = Answer(number=message.number, status=STATUS, error=self.error(message.action) if dp_rank else None)
                 self.controls.take(replica, dp_rank, answer)
+
+    def next_told(self, replica: int, *, count: int) -> list[ControlAction]:
+        """What a silent replica was told, once it is as much as this."""
+        while len(self.owed.get(replica, ())) < count:
+            threading.Event().wait(0.01)
+        return [action for told, action in self.told if told == replica]
 
 
 def test_every_replica_is_asked_and_every_leader_answers() -> None:
@@ -139,6 +152,100 @@ def test_weights_of_a_trainer_are_not_there_for_one_that_comes_back() -> None:
     lines.controls.update_weights("full")
     assert (lines.admitted, lines.controls.is_stale(2)) == ([2], False)
     lines.controls.lose(None, PeerLostError("the engine was closed"))
+
+
+def test_one_that_comes_back_is_behind_until_it_has_done_all_it_was_told() -> None:
+    """Till then it gets no requests and is asked for no health, for it would tell the old version; all else it is asked."""
+    lines = Lines()
+    lines.controls.update_weights("new")
+    lines.controls.lose(2, KILLED)
+    assert lines.controls.is_behind(2)
+    lines.silent = {2}
+    lines.told.clear()
+    assert lines.controls.health() == (STATUS,) * 2, "its leaders serve, and it has not joined"
+    lines.controls.join(2)
+    assert lines.controls.health() == (STATUS,) * 2
+    pauser = threading.Thread(target=lines.controls.pause)
+    pauser.start()
+    assert lines.next_told(2, count=3) == [LoadWeights("new"), SwapWeights(1), Pause()]
+    answers = lines.owed[2]
+    for number in answers[:2]:
+        assert (lines.admitted, lines.controls.is_behind(2)) == ([], True)
+        for dp_rank in range(2):
+            lines.controls.take(2, dp_rank, Answer(number=number, status=STATUS))
+    assert (lines.admitted, lines.controls.is_behind(2)) == ([2], False)
+    for dp_rank in range(2):
+        lines.controls.take(2, dp_rank, Answer(number=answers[2], status=STATUS))
+    pauser.join()
+    lines.silent = set()
+    assert lines.controls.health() == (STATUS,) * 4
+    assert lines.admitted == [2]
+
+
+def test_one_that_is_lost_again_before_it_is_there_gets_no_requests() -> None:
+    lines = Lines()
+    lines.controls.update_weights("new")
+    lines.controls.lose(2, KILLED)
+    lines.silent = {2}
+    lines.controls.join(2)
+    lines.controls.lose(2, KILLED)
+    for number in lines.owed[2]:
+        for dp_rank in range(2):
+            lines.controls.take(2, dp_rank, Answer(number=number, status=STATUS))
+    assert (lines.admitted, lines.controls.is_behind(2)) == ([], True)
+
+
+def test_weights_that_some_have_taken_are_those_of_all() -> None:
+    """One that is lost as it takes them comes back with them, for the others serve with them already."""
+    lines = Lines()
+    lines.lose_at = SwapWeights(1)
+    assert lines.controls.update_weights("new") == lines.controls.version == 1
+    lines.told.clear()
+    lines.controls.join(2)
+    assert lines.told == [(2, LoadWeights("new")), (2, SwapWeights(1))]
+
+
+def test_weights_that_nobody_has_taken_are_not_there() -> None:
+    lines = Lines()
+    lines.leaders = ((2, 0), (2, 1))
+    lines.lose_at = SwapWeights(1)
+    with pytest.raises(PeerLostError, match="a replica was lost before it answered: rank 5 was killed"):
+        lines.controls.update_weights("new")
+    assert lines.controls.version == 0
+    lines.told.clear()
+    lines.controls.join(2)
+    assert (lines.told, lines.admitted) == ([], [2])
+
+
+def test_one_that_is_lost_as_it_takes_the_weights_of_a_trainer_lacks_them() -> None:
+    lines = Lines()
+    lines.lose_at = SwapWeights(1)
+    assert lines.controls.receive_weights("host", 5) == 1
+    lines.controls.join(2)
+    assert (lines.admitted, lines.controls.is_stale(2), lines.controls.is_stale(0)) == ([], True, False)
+
+
+def test_nothing_is_asked_between_what_one_is_told_as_it_joins() -> None:
+    """An update that begins meanwhile would be taken by the swap of the one before."""
+    lines = Lines()
+    lines.controls.update_weights("old")
+    lines.controls.lose(2, KILLED)
+    lines.told.clear()
+    updates: list[threading.Thread] = []
+
+    def update_too(action: ControlAction) -> None:
+        if not updates:
+            updates.append(threading.Thread(target=lines.controls.update_weights, args=("new",)))
+            updates[0].start()
+            updates[0].join(0.2)  # it would be through by then
+
+    lines.error = update_too
+    lines.controls.join(2)
+    updates[0].join()
+    assert [action for replica, action in lines.told if replica == 2] == [
+        *(LoadWeights("old"), SwapWeights(1)),
+        *(LoadWeights("new"), SwapWeights(2)),
+    ]
 
 
 def test_one_that_comes_up_during_an_update_joins_after_it() -> None:

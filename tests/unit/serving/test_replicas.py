@@ -21,7 +21,7 @@ from parallel_runtime.errors import (
     RankFailedError,
 )
 from parallel_runtime.serving.controller import DataParallelController
-from parallel_runtime.serving.controls import Answer, Control, Status
+from parallel_runtime.serving.controls import Answer, Control, LoadWeights, Status, SwapWeights
 from parallel_runtime.serving.deliveries import Delivery
 from parallel_runtime.serving.executors import RankExecutor
 from parallel_runtime.serving.messages import (
@@ -76,6 +76,17 @@ class World:
     def say(self, name: str, *tokens: int, reason: FinishReason | None = None) -> None:
         self.leader.send_bytes(encode(StepOutput(request_id=name, token_ids=tokens, finish_reason=reason)))
 
+    def answer(self) -> None:
+        """Do what was asked, if anything was."""
+        if self.leader.poll(0.01) and isinstance(message := decode_front(self.leader.recv_bytes()), Control):
+            self.leader.send_bytes(encode(Answer(number=message.number, status=STATUS)))
+
+    def told(self) -> Control:
+        while True:
+            assert self.leader.poll(LIMIT_S), "nothing came"
+            if isinstance(message := decode_front(self.leader.recv_bytes()), Control):
+                return message
+
     def hear(self) -> Request:
         while True:
             assert self.leader.poll(LIMIT_S), "nothing came"
@@ -94,7 +105,7 @@ class Stage:
         self.stack = ExitStack()
         self.controller = DataParallelController(replicas=count, max_requests=9)
         settings = Supervision(**{"backoff_s": 0.01, "max_restarts": 2, **rules})  # type: ignore[arg-type]  # as given
-        self.replicas = Replicas(self.controller, self.open, count=count, rules=settings, exit_s=1.0, verdict_s=0.2)
+        self.replicas = Replicas(self.controller, self.open, count=count, rules=settings, exit_s=0.1, verdict_s=0.2)
 
     def open(self, stack: ExitStack) -> tuple[RankExecutor, Sequence[Connection]]:
         self.starts.append(time.monotonic())
@@ -130,6 +141,13 @@ def stage() -> Iterator[Stage]:
     stage = Stage()
     with stage.stack:
         yield stage
+
+
+def wait_until(is_true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not is_true():
+        assert time.monotonic() < deadline, "it does not come"
+        threading.Event().wait(0.01)
 
 
 KILLED = RankFailedError("rank 0 was killed", rank=0, exitcode=-9)
@@ -230,12 +248,51 @@ def test_one_that_lacks_the_weights_of_a_trainer_gets_no_requests(stage: Stage) 
     asker.join(LIMIT_S)
     first.outcome = KILLED
     stage.next_world().serve()
-    stage.controller.wait_ready(LIMIT_S)
+    wait_until(lambda: stage.replicas.states == (ReplicaState.SERVING,) * 2)
     for name in "ab":
         stage.submit(name)
     assert [second.hear().request_id, second.hear().request_id] == ["a", "b"]
     with pytest.raises(ContextStateError, match="replica 0 lacks weights version 1; update all weights first"):
         stage.replicas.resume(0)
+
+
+def test_one_that_comes_back_serves_once_it_has_the_weights_of_the_others(stage: Stage) -> None:
+    """Not before: neither do requests go there, nor is it said to serve, nor is its health told."""
+    controls = stage.controller.controls
+
+    def asked(question: Callable[[], object], *answering: World) -> None:
+        asker = threading.Thread(target=question)
+        asker.start()
+        while asker.is_alive():
+            for world in answering:
+                world.answer()
+        asker.join()
+
+    def update() -> None:
+        assert controls.update_weights("new") == 1
+
+    def tell_health() -> None:
+        assert len(controls.health()) == 1
+
+    first, second = stage.start()
+    asked(update, first, second)
+    first.outcome = KILLED
+    again = stage.next_world()
+    again.serve()
+    load, swap = again.told(), again.told()
+    assert (load.action, swap.action) == (LoadWeights("new"), SwapWeights(1))
+    again.leader.send_bytes(encode(Answer(number=load.number, status=STATUS)))
+    asked(tell_health, second)
+    assert stage.replicas.states == (ReplicaState.STARTING, ReplicaState.SERVING)
+    with pytest.raises(ContextStateError, match="replica 0 does not serve; it gets requests by itself once it has started"):
+        stage.replicas.resume(0)
+    for name in "ab":
+        stage.submit(name)
+    assert [second.hear().request_id, second.hear().request_id] == ["a", "b"]
+    again.leader.send_bytes(encode(Answer(number=swap.number, status=STATUS)))
+    wait_until(lambda: stage.replicas.states == (ReplicaState.SERVING,) * 2)
+    stage.submit("c")
+    assert again.hear().request_id == "c"
 
 
 def test_a_leader_that_hangs_up_without_a_verdict_is_lost(stage: Stage) -> None:
