@@ -75,7 +75,7 @@ def _over(backend: Any) -> C10dCommunicator:
         "world_size": 2,
         "_group": backend,
     }
-    for name, value in {**values, "_broken": "", "_kept": {}, "_ranks": [0, 1]}.items():
+    for name, value in {**values, "_broken": "", "_kept": {}, "_ranks": [0, 1], "_roll": None, "_deadline": 0.0}.items():
         setattr(made, name, value)
     return made
 

@@ -106,9 +106,8 @@ def table(results: Sequence[Result], seed: int, seconds: float) -> str:
         "",
         "*wrong blame*: trials in which a rank's error does not name the rank that went wrong; in a wrong order of two groups, "
         "where two ranks wait for each other, one of the two. *leaks*: descriptors and threads of the ranks that live on, files "
-        "in shared memory. A fault while closing may go unnoticed: nobody has to wait for that rank. Skipped and wrong "
-        "operations are tried with `checked=True` on gloo: without it, gloo itself ends the process of a rank that receives more "
-        "than it expects.",
+        "in shared memory. A fault while closing may go unnoticed: nobody has to wait for that rank. A quarter of the "
+        "worlds has `checked=True`, the others the default, with which gloo groups compare what their members enter, too.",
     ]
     return "\n".join(lines) + "\n"
 

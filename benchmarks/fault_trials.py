@@ -8,14 +8,11 @@ from parallel_runtime.config import Deadlines, ParallelConfig
 from parallel_runtime.errors import PeerError
 from parallel_runtime.testing.faults import Fault, FaultKind, Phase, Step
 
-__all__ = ["DEADLINES", "GRACE_S", "MISMATCHES", "Outcome", "Trial", "Verdict", "blamed", "draw", "judge"]
+__all__ = ["DEADLINES", "GRACE_S", "Outcome", "Trial", "Verdict", "blamed", "draw", "judge"]
 
 DEADLINES = Deadlines(join_s=2.0, collective_s=1.5, control_s=1.5, p2p_s=1.5, exit_s=1.0)
 GRACE_S = 5.0
 """Beyond the deadline, an error is late."""
-
-MISMATCHES = frozenset({FaultKind.SKIP, FaultKind.WRONG_SHAPE, FaultKind.WRONG_OP, FaultKind.WRONG_ORDER})
-"""On gloo these are tried with ``checked=True``: without it, gloo ends the process of the rank that gets more than it expects."""
 
 _GROUPS = ("world", "tp", "dp", "pp")
 _TENSOR_OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
@@ -63,7 +60,7 @@ class Trial:
         fault, config = self.fault, self.config
         where = f"{fault.phase}" + (f" {fault.number} of {fault.group}" if fault.phase is Phase.OPERATION else "")
         sizes = " ".join(f"{axis}={getattr(config, axis)}" for axis in ("tp", "dp", "pp"))
-        world = f"{self.backend} {sizes}{' checked' if config.checked else ''}"
+        world = f"{self.backend} {sizes}{' checked' if config.checked is True else ''}"
         return f"trial {self.number}: {world}: {fault.kind} on rank {fault.rank}, {where}"
 
 
@@ -136,7 +133,7 @@ def draw(seed: int, number: int) -> Trial:
     sizes = _draw_sizes(rng, needs_two_groups=kind is FaultKind.WRONG_ORDER)
     own = {"local": {"backend": "local"}, "gloo threads": {"backend": "gloo", "shm": "off"}}
     settings = own.get(backend, {"backend": "gloo", "shm": "on" if backend == "shm" else "off"})
-    checked = rng.random() < 0.25 or ("gloo" in backend and kind in MISMATCHES)
+    checked = True if rng.random() < 0.25 else "auto"
     config = ParallelConfig.model_validate({**sizes, **settings, "checked": checked, "deadlines": DEADLINES})
     victim = rng.randrange(config.world_size)
     groups = [name for name in _GROUPS if len(config.layout.group_of(victim, name)) > 1]

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from parallel_runtime.comm.communicator import Communicator, Operation, ReduceOp, Work
+from parallel_runtime.comm.roll_call import Entered, RollCall
 from parallel_runtime.comm.tensors import as_bytes, fold
-from parallel_runtime.errors import PeerError
+from parallel_runtime.errors import CollectiveMismatchError, PeerError
 
 __all__ = ["HierarchicalCommunicator", "HostSplit"]
 
@@ -57,27 +58,43 @@ class HostSplit:
 class _Leaders:
     """The leaders of all hosts, who talk over connections that all members have. Results are combined in the order of hosts."""
 
-    def __init__(self, flat: Communicator, split: HostSplit) -> None:
+    def __init__(self, flat: Communicator, split: HostSplit, roll: RollCall | None) -> None:
         self._flat = flat
+        self._split = split
+        self._roll = roll
+        self._calls = 0
         self._host = split.host
         self._others = [(host, leader) for host, leader in enumerate(split.leaders) if host != split.host]
 
     def all_reduce_(self, tensor: Tensor, op: ReduceOp, timeout_s: float) -> None:
-        """Each leader combines one part of all, and hands it to the others."""
+        """Each leader combines one part of all, and hands it to the others; what is small is handed over whole."""
+        all_rows = self._called(Entered("all_reduce", tensor.dtype, tensor.shape, op), tensor, timeout_s)
+        if all_rows is not None:
+            tensor.copy_(fold(all_rows, op))
+            return
         parts = torch.tensor_split(tensor.view(-1), len(self._others) + 1)
         mine = parts[self._host]
         rows = mine.new_empty((len(parts), mine.numel()))
         rows[self._host] = mine
         self._exchange(parts, list(rows), timeout_s)
         mine.copy_(fold(rows, op))
-        self.all_gather(parts, timeout_s)
+        self._hand_on(parts, timeout_s)
 
     def all_gather(self, blocks: Sequence[Tensor], timeout_s: float) -> None:
         """Fill every block but this host's from its leader."""
+        about = blocks[0][0]
+        self._called(Entered("all_gather", about.dtype, about.shape), None, timeout_s)
+        self._hand_on(blocks, timeout_s)
+
+    def _hand_on(self, blocks: Sequence[Tensor], timeout_s: float) -> None:
         self._exchange([blocks[self._host]] * len(blocks), blocks, timeout_s)
 
     def broadcast_(self, tensor: Tensor, src: int, timeout_s: float) -> None:
         """From the leader of host ``src`` to the others."""
+        rows = self._called(Entered("broadcast", tensor.dtype, tensor.shape, root=self._split.leaders[src]), tensor, timeout_s)
+        if rows is not None:
+            tensor.copy_(rows[src])
+            return
         if src == self._host:
             works = [self._flat.isend(as_bytes(tensor), leader, _TAG) for _, leader in self._others]
         else:
@@ -85,9 +102,28 @@ class _Leaders:
         for work in works:
             work.wait(timeout_s)
 
-    def _exchange(self, sent: Sequence[Tensor], received: Sequence[Tensor], timeout_s: float) -> None:
-        """Send ``sent[host]`` to the leader of each other host, and fill ``received[host]`` from it."""
+    def _called(self, entered: Entered, payload: Tensor | None, timeout_s: float) -> Tensor | None:
+        """Compare what the hosts enter, each of which has done so for its members."""
+        if self._roll is None:
+            return None
+        try:
+            rows = self._roll.call(
+                entered,
+                self._calls,
+                payload,
+                lambda rows, mine: self._exchange(list(mine), list(rows), timeout_s, mine[self._host]),
+            )
+        except CollectiveMismatchError as error:
+            error.members = tuple(member for host in error.members for member in self._split.members[host])
+            raise
+        self._calls += 1
+        return rows
+
+    def _exchange(self, sent: Sequence[Tensor], received: Sequence[Tensor], timeout_s: float, own: Tensor | None = None) -> None:
+        """Send ``sent[host]`` to the leader of each other host, and fill ``received[host]`` from it, or with ``own``."""
         works = []
+        if own is not None:
+            received[self._host].copy_(own)
         for host, leader in self._others:
             if sent[host].numel():
                 works.append(self._flat.isend(as_bytes(sent[host]), leader, _TAG))
@@ -106,11 +142,22 @@ class HierarchicalCommunicator(Communicator):
         rank_in_group: This member.
         flat: Connects all members.
         inside: Connects the members of this host; ``None`` where this one is alone.
+        ranks: World ranks in group order, for errors; the members' positions by default.
+        checked: Whether leaders compare what their hosts enter before it moves. Equal on all members.
     """
 
     kind = "shm in hosts, c10d between"
 
-    def __init__(self, split: HostSplit, rank_in_group: int, *, flat: Communicator, inside: Communicator | None) -> None:
+    def __init__(
+        self,
+        split: HostSplit,
+        rank_in_group: int,
+        *,
+        flat: Communicator,
+        inside: Communicator | None,
+        ranks: Sequence[int] | None = None,
+        checked: bool = True,
+    ) -> None:
         self.world_size = flat.world_size
         self.rank_in_group = rank_in_group
         self._split = split
@@ -119,7 +166,8 @@ class HierarchicalCommunicator(Communicator):
         for part in (flat, inside):
             if part is not None:
                 part.join_traffic(self.traffic)
-        self._between = _Leaders(flat, split) if rank_in_group in split.leaders else None
+        roll = RollCall(split.host, [leader if ranks is None else ranks[leader] for leader in split.leaders]) if checked else None
+        self._between = _Leaders(flat, split, roll) if rank_in_group in split.leaders else None
 
     def paths(self) -> str:
         """Those inside this host."""
@@ -238,23 +286,29 @@ class HierarchicalCommunicator(Communicator):
 
     @contextmanager
     def _on_host(self) -> Iterator[None]:
-        with _named(f"on this host, its members 0 to {len(self._split.local) - 1} are {self._split.local}", self.close):
+        local = self._split.local
+        with _named(f"on this host, its members 0 to {len(local) - 1} are {local}", self.close, local):
             yield
 
     @contextmanager
     def _among_leaders(self) -> Iterator[None]:
-        with _named(f"between hosts, where members are the leaders {self._split.leaders}", self.close):
+        with _named(f"between hosts, where members are the leaders {self._split.leaders}", self.close, range(self.world_size)):
             yield
 
 
 @contextmanager
-def _named(where: str, give_up: Callable[[], None]) -> Iterator[None]:
-    """Say in errors which part failed. The others are closed, so that nobody on another level waits for this member."""
+def _named(where: str, give_up: Callable[[], None], members: Sequence[int]) -> Iterator[None]:
+    """Say in errors which part failed, and which ``members`` of the whole those of the part are.
+
+    The other parts are closed, so that nobody on another level waits for this member.
+    """
     try:
         yield
     except PeerError as exc:
         give_up()
-        raise type(exc)(f"{where}: {exc}") from exc
+        error = type(exc)(f"{where}: {exc}")
+        error.members = tuple(members[member] for member in exc.members)
+        raise error from exc
     except BaseException:
         give_up()
         raise

@@ -6,12 +6,13 @@ from parallel_runtime.config.deadlines import Deadlines
 from parallel_runtime.config.dialects import Dialect, NamedGroups, named_groups
 from parallel_runtime.config.environment import Identity, IdentitySource, current_environ, detect
 from parallel_runtime.config.model_shape import ModelShape
-from parallel_runtime.config.parallel_config import Backend, DeviceKind, ParallelConfig, Shm
+from parallel_runtime.config.parallel_config import Backend, Checked, DeviceKind, ParallelConfig, Shm
 from parallel_runtime.config.plan import Plan, make_plan
 
 __all__ = [
     "Address",
     "Backend",
+    "Checked",
     "Deadlines",
     "DeviceKind",
     "Dialect",

@@ -21,7 +21,7 @@ from parallel_runtime.topology import Layout, Uneven
 from parallel_runtime.topology.hosts import Hosts
 from parallel_runtime.topology.rules import check_order, check_sizes, fit_world
 
-__all__ = ["Backend", "DeviceKind", "ParallelConfig", "Shm"]
+__all__ = ["Backend", "Checked", "DeviceKind", "ParallelConfig", "Shm"]
 
 Backend = Literal["auto", "gloo", "nccl", "local", "fake"]
 """Which communicators carry the data plane."""
@@ -31,6 +31,9 @@ DeviceKind = Literal["auto", "cpu", "cuda"]
 
 Shm = Literal["auto", "on", "off"]
 """Whether ranks of one host talk through shared memory."""
+
+Checked = Literal["auto", True, False]
+"""Whether members of a group compare what they enter before it runs."""
 
 
 def _as_tuple(value: object) -> object:
@@ -57,7 +60,9 @@ class ParallelConfig(FrozenModel):
         deadlines: How long each plane may wait.
         shm: Whether ranks of one host talk through shared memory: where it can be had (``auto``), always (``on``: a group that
             cannot is a ``ConfigError``), or never (``off``).
-        checked: Whether every collective is compared between its members before it runs.
+        checked: Whether collectives are compared between their members before they run: where the members would otherwise be
+            aborted or get wrong data (``"auto"``: over gloo; shared memory and threads compare in any case), everywhere and
+            with all arguments (``True``), or nowhere (``False``).
         rank_offset: First rank of the world, where it is a consecutive part of a larger numbering.
         ranks: The rank at each place of the layout, where they are not consecutive.
 
@@ -77,7 +82,7 @@ class ParallelConfig(FrozenModel):
     device: DeviceKind = "auto"
     deadlines: Deadlines = Deadlines()
     shm: Shm = "auto"
-    checked: bool = False
+    checked: Checked = "auto"
     rank_offset: int = 0
     ranks: Annotated[tuple[int, ...] | None, BeforeValidator(_as_tuple)] = None
 

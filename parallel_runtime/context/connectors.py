@@ -59,6 +59,7 @@ def choose_connector(
     shm: Literal["auto", "on", "off"],
     address: str,
     timeout_s: float,
+    checked: bool,
     errands: Errands,
     hub: LocalHub | None,
 ) -> Connector:
@@ -71,6 +72,7 @@ def choose_connector(
         shm: Whether to share memory.
         address: Where gloo listens.
         timeout_s: How long a group may take to connect, in seconds.
+        checked: Whether members compare what they enter where gloo would not.
         errands: What this rank moves on while it waits.
         hub: Connects ranks that are threads, for ``"local"``.
 
@@ -87,6 +89,7 @@ def choose_connector(
         shm=shm,
         address=address,
         timeout_s=timeout_s,
+        checked=checked,
         errands=errands,
     )
     return telling_connector(connector, meeting)
@@ -164,6 +167,7 @@ class ProcessConnector:
         shm: Whether to share memory: where it can be had, always, or never.
         address: Where gloo listens; it does once it is needed, at one place for all groups.
         timeout_s: How long a group may take to connect, in seconds.
+        checked: Whether members compare what they enter where gloo would not; equal on all ranks.
         errands: What this rank moves on while it waits in whichever of its groups, also in those of other contexts of its family.
     """
 
@@ -177,6 +181,7 @@ class ProcessConnector:
         shm: Literal["auto", "on", "off"],
         address: str,
         timeout_s: float,
+        checked: bool,
         errands: Errands,
     ) -> None:
         self._store = store
@@ -186,6 +191,7 @@ class ProcessConnector:
         self._shm = shm
         self._address = address
         self._timeout_s = timeout_s
+        self._checked = checked
         self._transport: object | None = None
         self._errands = errands
 
@@ -258,7 +264,7 @@ class ProcessConnector:
             self._fall_back(ranks, why_not)
             flat.reason = f"no shared memory: {why_not}"
             return flat
-        mixed = HierarchicalCommunicator(split, rank_in_group, flat=flat, inside=made)
+        mixed = HierarchicalCommunicator(split, rank_in_group, flat=flat, inside=made, ranks=ranks, checked=self._checked)
         mixed.key = flat.key
         mixed.reason = f"memory {WAY_INSIDE} at any size; all_reduce, reduce_scatter, all_gather, broadcast cross once per host"
         return mixed
@@ -300,6 +306,7 @@ class ProcessConnector:
             device=torch.device("cpu") if is_gloo else self._device,
             ranks=ranks,
             transport=self._transport,
+            checked=self._checked,
         )
         made.reason = reason
         return made

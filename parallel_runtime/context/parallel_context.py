@@ -300,6 +300,7 @@ class ParallelContext(ContextBase):
                 shm=self._config.shm,
                 address=own_address(identity),
                 timeout_s=self._config.deadlines.join_s,
+                checked=self._config.checked is not False,
                 errands=self._errands,
                 hub=self._hub,
             )
@@ -320,7 +321,7 @@ class ParallelContext(ContextBase):
             local_rank=identity.local_rank,
             device=self._device,
             deadlines=self._config.deadlines,
-            checked=self._config.checked,
+            checked=self._config.checked is True,
             connect=connect if self._probe is None else probed(connect, self._probe),
             name=self._name,
             shared=self._shared_connections(),

@@ -14,7 +14,7 @@ __all__ = ["RankFailure", "describe_exit", "failure_of", "find_root", "rank_fail
 _HINTS = MappingProxyType(
     {
         int(signal.SIGKILL): "; the kernel does this when memory runs out",
-        int(signal.SIGABRT): "; gloo does this when a peer entered an operation of another size, which checked=True finds before",
+        int(signal.SIGABRT): "; with checked=False gloo does this when a peer entered an operation of another size",
     }
 )
 

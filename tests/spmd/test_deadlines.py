@@ -53,7 +53,7 @@ def test_every_operation_keeps_its_deadline(kind: str, name: str) -> None:
             assert is_over.wait(20)
             return
         try:
-            with pytest.raises(PeerTimeoutError, match=r"0\.0(5|4[89]\d*) s"):
+            with pytest.raises(PeerTimeoutError, match=r"0\.0(5|[34]\d*) s"):
                 CALLS[name](group, torch.ones(4))
         finally:
             is_over.set()

@@ -1,6 +1,7 @@
 """What ``torch.distributed`` gives: its backends and its stores. Nothing else of the runtime asks it for them."""
 
-from parallel_runtime.comm.c10d.communicator import C10dCommunicator, gloo_device
+from parallel_runtime.comm.c10d.backends import gloo_device
+from parallel_runtime.comm.c10d.communicator import C10dCommunicator
 from parallel_runtime.comm.c10d.stores import (
     HostedStore,
     Store,

@@ -100,7 +100,7 @@ def test_what_gloo_raises_is_always_translated() -> None:
     def body(group: GroupCoordinator) -> None:
         communicator = group._core.communicator
         with pytest.raises(PeerError, match="gloo failed while waiting for its peers: Invalid scalar type"):
-            communicator.all_reduce_(torch.ones(2, dtype=torch.uint16), ReduceOp.SUM, 5)
+            communicator.all_reduce_(torch.ones(20_000, dtype=torch.uint16), ReduceOp.SUM, 5)
 
     World("gloo")(2, body)
 

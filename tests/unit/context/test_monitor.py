@@ -164,7 +164,7 @@ def test_a_rank_that_did_its_part_and_left_is_not_missed() -> None:
     assert mine.interruption((), "key", 8) is None
 
 
-def test_different_operations_are_told_after_the_deadline_over_gloo() -> None:
+def test_different_operations_are_told_after_the_deadline_over_gloo_where_nothing_is_compared() -> None:
     def body(ctx: ParallelContext) -> PeerError | None:
         ctx.tp.barrier()
         try:
@@ -176,7 +176,7 @@ def test_different_operations_are_told_after_the_deadline_over_gloo() -> None:
             return error
         return None
 
-    errors = run_threads(body, config_of("gloo", "off"), timeout_s=50)
+    errors = run_threads(body, config_of("gloo", "off").replace(checked=False), timeout_s=50)
     assert all(isinstance(error, CollectiveMismatchError) for error in errors), errors
     assert "entered different operations: rank 0 entered all_reduce(float32[4]); rank 1 entered all_gather" in str(errors[0])
     assert [error.ranks for error in errors if error] == [(1,), (0,)]

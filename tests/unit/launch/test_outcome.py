@@ -57,7 +57,7 @@ def test_an_exit_without_a_word_is_described(exitcode: int, text: str) -> None:
 
 
 def test_signals_with_a_usual_reason_have_it_beside_them() -> None:
-    for number, hint in ((signal.SIGKILL, "when memory runs out"), (signal.SIGABRT, "which checked=True finds before")):
+    for number, hint in ((signal.SIGKILL, "when memory runs out"), (signal.SIGABRT, "with checked=False gloo does this")):
         failure = RankFailure(rank=0, text=describe_exit(-number), exitcode=-number)
         assert hint in str(rank_failed_error([failure], world_size=2, what="work"))
 
