@@ -9,7 +9,7 @@ from typing import Any, Final, get_args
 
 from parallel_runtime.cli.sizes import add_size_options, sizes_from_options
 from parallel_runtime.cli.tables import show_tables
-from parallel_runtime.cli.vocabularies import flag_of, helps_of
+from parallel_runtime.cli.vocabularies import flag_of, helps_of, option_help
 from parallel_runtime.config import FrozenModel, current_environ
 from parallel_runtime.config.plan_text import Table, format_bytes
 from parallel_runtime.serving import EngineConfig, ServingConfig, Supervision
@@ -46,7 +46,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         for name, text in helps_of(model).items():
             if name not in _LEFT_OUT:
                 dest, metavar = f"{part}_{name}", name.rpartition("_")[2].upper()
-                group.add_argument(flag_of(name), dest=dest, type=_value, metavar=metavar, help=_help(text))
+                group.add_argument(flag_of(name), dest=dest, type=_value, metavar=metavar, help=option_help(text))
     add_size_options(parser)
 
 
@@ -136,11 +136,6 @@ def _row(process: ProcessIdentity) -> tuple[str, ...]:
         format_bytes(process.shared_bytes),
         "; ".join(process.channels),
     )
-
-
-def _help(text: str) -> str:
-    """What a docstring says of a setting, said of its flag."""
-    return text.replace("; None ", "; left out, it ").replace("%", "%%")
 
 
 def _value(text: str) -> object:

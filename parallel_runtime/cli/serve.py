@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 from rich.console import Console
 
 from parallel_runtime.cli.engine_options import add_engine_options, engine_config_from_options, show_dry_run
-from parallel_runtime.cli.vocabularies import flag_of, helps_of
+from parallel_runtime.cli.vocabularies import flag_of, helps_of, option_help
 from parallel_runtime.config import current_environ
 from parallel_runtime.errors import ConfigError
 from parallel_runtime.serving import AsyncEngine, EngineConfig
@@ -46,7 +46,7 @@ def add_serve(commands: "argparse._SubParsersAction[Any]") -> None:
     for name, text in helps_of(HttpSettings).items():
         kind = _KINDS.get(name, int)
         group.add_argument(
-            flag_of(name), dest=f"http_{name}", type=kind, metavar=name.rpartition("_")[2].upper(), help=_help(text)
+            flag_of(name), dest=f"http_{name}", type=kind, metavar=name.rpartition("_")[2].upper(), help=option_help(text)
         )
     group.add_argument(
         "--api-key-file",
@@ -119,7 +119,3 @@ class _Talk:
 
     def _print(self, text: str) -> None:
         self._notes.print(text, markup=False)
-
-
-def _help(text: str) -> str:
-    return text.replace("; None ", "; left out, it ").replace("%", "%%")

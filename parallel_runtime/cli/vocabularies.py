@@ -9,7 +9,7 @@ from typing import final
 from parallel_runtime.config import FrozenModel, ParallelConfig
 from parallel_runtime.config.peers import MegatronSizes, SglangSizes, TorchtitanSizes, VllmSizes
 
-__all__ = ["OURS", "PEERS", "Vocabulary", "flag_of", "helps_of"]
+__all__ = ["OURS", "PEERS", "Vocabulary", "flag_of", "helps_of", "option_help"]
 
 
 @final
@@ -104,6 +104,15 @@ def helps_of(model: type[FrozenModel]) -> Mapping[str, str]:
         return re.sub(r"\w+", lambda word: flag_of(word[0]) if "_" in word[0] and word[0] in said else word[0], sentence)
 
     return MappingProxyType({name: shown(name) for name in model.model_fields})
+
+
+def option_help(text: str) -> str:
+    """Say of a flag what a docstring says of its setting, as argparse wants it.
+
+    Args:
+        text: From ``helps_of``.
+    """
+    return text.replace("; None ", "; left out, it ").replace("%", "%%")
 
 
 def _peer(

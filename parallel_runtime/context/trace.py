@@ -141,7 +141,7 @@ class _Kept:
                 start_s=start_s,
                 seconds=seconds,
                 waited_s=waited_s,
-                messages=[self._message(each) for each in passed],
+                messages=tuple(map(self._message, passed)),
             )
         )
 

@@ -31,15 +31,17 @@ class Clock(msgspec.Struct, frozen=True):
     Attributes:
         offset_s: Seconds it is ahead, as measured.
         uncertainty_s: How far off that may be.
+        base_s: Seconds that the first rank's clock is itself ahead of the one that everything is put on.
     """
 
     offset_s: float
     uncertainty_s: float
+    base_s: float = 0.0
 
     @property
     def applied_s(self) -> float:
         """What is taken off its times: nothing where the difference cannot be told from none, as on one machine."""
-        return 0.0 if abs(self.offset_s) <= self.uncertainty_s else self.offset_s
+        return self.base_s + (0.0 if abs(self.offset_s) <= self.uncertainty_s else self.offset_s)
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,7 +87,7 @@ class Operation(msgspec.Struct, frozen=True):
     start_s: float
     seconds: float
     waited_s: float | None
-    messages: list[Message] = []
+    messages: tuple[Message, ...] = ()
 
     @property
     def is_collective(self) -> bool:
@@ -123,6 +125,7 @@ class RankTrace(msgspec.Struct, frozen=True, kw_only=True):
         num_dropped: Operations that were not kept.
         operations: Of its groups.
         stretches: Of its own.
+        first: Number of its world's first rank, where several worlds are drawn together.
     """
 
     rank: int
@@ -132,6 +135,12 @@ class RankTrace(msgspec.Struct, frozen=True, kw_only=True):
     num_dropped: int
     operations: list[Operation]
     stretches: list[Stretch]
+    first: int = 0
+
+    @property
+    def number(self) -> int:
+        """Its number through all worlds that are drawn."""
+        return self.first + self.rank
 
     def to_builtins(self) -> object:
         """As plain data for a message."""
@@ -160,13 +169,13 @@ def trace_document(parts: Sequence[RankTrace], clocks: Sequence[Clock]) -> dict[
     Returns:
         A document in Chrome's trace format: ``traceEvents`` in order of time, and ``metadata`` with the clocks.
     """
-    zero_s = min(part.start_s - clock.applied_s for part, clock in zip(parts, clocks, strict=True))
+    zero_s = min((part.start_s - clock.applied_s for part, clock in zip(parts, clocks, strict=True)), default=0.0)
     names: list[dict[str, Any]] = []
     events: list[dict[str, Any]] = []
-    meetings: dict[tuple[tuple[int, ...], int], list[dict[str, Any]]] = defaultdict(list)
-    posted: dict[tuple[tuple[int, ...], int, int, int, int], dict[bool, dict[str, Any]]] = defaultdict(dict)
+    meetings: dict[tuple[int, tuple[int, ...], int], list[dict[str, Any]]] = defaultdict(list)
+    posted: dict[tuple[int, tuple[int, ...], int, int, int, int], dict[bool, dict[str, Any]]] = defaultdict(dict)
     for part, clock in zip(parts, clocks, strict=True):
-        lanes = _Lanes(part.rank)
+        lanes = _Lanes(part.number)
         entered: dict[tuple[int, ...], int] = defaultdict(int)
         for stretch in part.stretches:
             start_us = (stretch.start_s - clock.applied_s - zero_s) * 1e6
@@ -177,10 +186,10 @@ def trace_document(parts: Sequence[RankTrace], clocks: Sequence[Clock]) -> dict[
             event = _event(operation.name, kind, lanes.of(operation.group), start_us, operation.seconds, _details(operation))
             events.append(event)
             for message in operation.messages:
-                key = (operation.ranks, message.src, message.dst, message.stream, message.number)
+                key = (part.first, operation.ranks, message.src, message.dst, message.stream, message.number)
                 posted[key][message.is_sent] = event
             if operation.is_collective:
-                meetings[operation.ranks, entered[operation.ranks]].append(event)
+                meetings[part.first, operation.ranks, entered[operation.ranks]].append(event)
                 event["args"]["collective"] = entered[operation.ranks]
                 entered[operation.ranks] += 1
         names += lanes.names(f"rank {part.rank}: {part.who}, pid {part.pid}")
@@ -192,11 +201,11 @@ def trace_document(parts: Sequence[RankTrace], clocks: Sequence[Clock]) -> dict[
     metadata = {
         "clock": "perf_counter of the first rank, measured at the end",
         "clocks": [
-            {"rank": part.rank, "offset_us": clock.offset_s * 1e6, "uncertainty_us": clock.uncertainty_s * 1e6}
+            {"rank": part.number, "offset_us": clock.offset_s * 1e6, "uncertainty_us": clock.uncertainty_s * 1e6}
             | {"applied_us": clock.applied_s * 1e6}
             for part, clock in zip(parts, clocks, strict=True)
         ],
-        "dropped": {str(part.rank): part.num_dropped for part in parts if part.num_dropped},
+        "dropped": {str(part.number): part.num_dropped for part in parts if part.num_dropped},
     }
     events.sort(key=lambda event: float(event["ts"]))
     return {"traceEvents": names + events, "displayTimeUnit": "ms", "metadata": metadata}

@@ -7,6 +7,8 @@ from typing import TypeAlias
 
 import msgspec
 
+from parallel_runtime.context.trace_document import Clock, RankTrace
+
 __all__ = [
     "Answer",
     "Control",
@@ -18,6 +20,7 @@ __all__ = [
     "Profile",
     "RankProfile",
     "ReceiveWeights",
+    "ReplicaTrace",
     "Resume",
     "Sleep",
     "Span",
@@ -92,9 +95,11 @@ class Profile(msgspec.Struct, frozen=True, tag=True):
 
     Attributes:
         is_on: Whether to begin.
+        records: When it begins, whether every operation of every group is kept too, for a trace.
     """
 
     is_on: bool
+    records: bool = False
 
 
 class Health(msgspec.Struct, frozen=True, tag=True):
@@ -181,6 +186,20 @@ class Status(msgspec.Struct, frozen=True):
     is_asleep: bool = False
 
 
+class ReplicaTrace(msgspec.Struct, frozen=True):
+    """What the ranks of a replica that one leader leads recorded.
+
+    Attributes:
+        parts: One of each rank.
+        clocks: How theirs differ from the leader's.
+        told_s: When the leader told, by its ``time.perf_counter``.
+    """
+
+    parts: list[RankTrace]
+    clocks: list[Clock]
+    told_s: float
+
+
 class Answer(msgspec.Struct, frozen=True, tag=True):
     """Leader to front: it is done, or why not; then everything is as before.
 
@@ -189,9 +208,11 @@ class Answer(msgspec.Struct, frozen=True, tag=True):
         error: Why it could not be done; ``None`` where it was.
         status: For every question.
         profile: For a ``Profile`` that ends one: one of each rank of the replica.
+        trace: For a ``Profile`` that ends one with ``records``.
     """
 
     number: int
     status: Status
     error: str | None = None
     profile: tuple[RankProfile, ...] = ()
+    trace: ReplicaTrace | None = None

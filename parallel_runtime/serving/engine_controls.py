@@ -6,10 +6,12 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from os import PathLike, fspath
+from time import perf_counter
 from typing import TypeAlias, final
 
 from torch import Tensor
 
+from parallel_runtime.context.trace_document import write_trace
 from parallel_runtime.errors import ParallelRuntimeError, PeerFailedError, PeerLostError, PeerTimeoutError
 from parallel_runtime.serving.controls import (
     Answer,
@@ -29,6 +31,7 @@ from parallel_runtime.serving.controls import (
     WakeUp,
 )
 from parallel_runtime.serving.links import LeaderLines
+from parallel_runtime.serving.tracing import engine_trace
 from parallel_runtime.serving.weight_sources import TENSORS, WeightSources
 
 __all__ = ["EngineControls"]
@@ -147,6 +150,36 @@ class EngineControls:
             PeerError: A replica could not, or is lost.
         """
         return tuple(rank for answer in self._order(Profile(is_on=False)) for rank in answer.profile)
+
+    def start_trace(self) -> None:
+        """Begin to record every operation of every group, and what every rank does when.
+
+        Raises:
+            PeerError: A replica could not, or is lost.
+        """
+        self._order(Profile(is_on=True, records=True))
+
+    def stop_trace(self, path: str | PathLike[str]) -> tuple[RankProfile, ...]:
+        """End the trace, and write it as one file for Perfetto or ``chrome://tracing``: all ranks of all replicas on one clock.
+
+        Args:
+            path: Of the file, which this process writes.
+
+        Returns:
+            As ``stop_profile``.
+
+        Raises:
+            OSError: The file cannot be written.
+            PeerError: A replica could not, or is lost.
+        """
+        with self._turn() as asked:
+            asked_s = perf_counter()
+            self._ask(asked, Profile(is_on=False))
+            heard_s, answers = perf_counter(), dict(sorted(self._answers.items()))
+            told = [(replica, answer.trace) for (replica, _), answer in answers.items() if answer.trace is not None]
+            ranks = max((self._lines.num_ranks(replica) for replica, _ in asked), default=1)
+        write_trace(path, engine_trace(told, ranks_per_replica=ranks, asked_s=asked_s, heard_s=heard_s))
+        return tuple(rank for answer in answers.values() for rank in answer.profile)
 
     def update_weights(self, source: str | PathLike[str] | Mapping[str, Tensor], *, version: int | None = None) -> int:
         """Serve with other weights, on all replicas or on none.

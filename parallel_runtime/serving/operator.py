@@ -2,6 +2,8 @@
 
 from typing import final
 
+import msgspec
+
 from parallel_runtime.context import ParallelContext
 from parallel_runtime.errors import ParallelRuntimeError
 from parallel_runtime.serving.controls import (
@@ -13,7 +15,6 @@ from parallel_runtime.serving.controls import (
     LoadWeights,
     Pause,
     Profile,
-    RankProfile,
     ReceiveWeights,
     Resume,
     Sleep,
@@ -22,6 +23,7 @@ from parallel_runtime.serving.controls import (
     WakeUp,
 )
 from parallel_runtime.serving.policy import SchedulingPolicy
+from parallel_runtime.serving.tracing import RankTracer
 from parallel_runtime.serving.weight_transfer import weight_context
 from parallel_runtime.serving.worker import TpModelWorker
 
@@ -42,6 +44,7 @@ class Operator:
         self._ctx = ctx
         self._worker = worker
         self._policy = policy
+        self._tracer = RankTracer(ctx, worker)
         self._is_paused = False
 
     @property
@@ -75,15 +78,14 @@ class Operator:
 
         Collective: as the action needs; all ranks of the replica, or of all replicas that compute in step.
         """
-        profile: tuple[RankProfile, ...] = ()
-        error = None
+        answer = Answer(number=control.number, status=self.status())
         try:
-            profile = self._do(control.action)
+            answer = self._do(control.action, answer)
         except ParallelRuntimeError as exc:
-            error = f"{type(exc).__name__}: {exc}"
-        return Answer(number=control.number, status=self.status(), error=error, profile=profile)
+            answer = msgspec.structs.replace(answer, error=f"{type(exc).__name__}: {exc}")
+        return msgspec.structs.replace(answer, status=self.status())
 
-    def _do(self, action: ControlAction) -> tuple[RankProfile, ...]:
+    def _do(self, action: ControlAction, answer: Answer) -> Answer:
         worker, policy = self._worker, self._policy
         match action:
             case Pause():
@@ -99,13 +101,20 @@ class Operator:
                 policy.restart()
             case WakeUp():
                 worker.wake()
-            case Profile(is_on=True):
-                worker.timeline.start()
             case Profile():
-                return worker.profile()
+                return self._profile(action, answer)
             case Health():
                 pass
-        return ()
+        return answer
+
+    def _profile(self, action: Profile, answer: Answer) -> Answer:
+        if not action.is_on:
+            profile = self._worker.profile()
+            return msgspec.structs.replace(answer, profile=profile, trace=self._tracer.stop(profile))
+        if action.records:
+            self._tracer.start()
+        self._worker.timeline.start()
+        return answer
 
     def _update(self, action: LoadWeights | ReceiveWeights | SwapWeights) -> None:
         worker = self._worker

@@ -12,7 +12,7 @@ from tests.unit.context.test_trace import check_document
 @pytest.mark.model
 def test_two_stages_are_traced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, picture = tmp_path / "trace.json", tmp_path / "trace.svg"
-    command = f"trace --pp 2 --backend local --requests 2 --max-new-tokens 2 -o {path} --picture {picture} --json"
+    command = f"trace --pp 2 --executor threads --requests 2 --max-new-tokens 2 -o {path} --picture {picture} --json"
     assert main(command.split()) == 0
     told = json.loads(capsys.readouterr().out)
     assert [rank["stage"] for rank in told["ranks"]] == [0, 1]

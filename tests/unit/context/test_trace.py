@@ -15,8 +15,9 @@ from parallel_runtime.errors import ContextStateError, RankFailedError
 from parallel_runtime.launch import launch, run_threads
 
 
-def check_document(document: dict[str, Any], num_ranks: int) -> list[tuple[int, int]]:
+def check_document(document: dict[str, Any], num_ranks: int, num_worlds: int = 1) -> list[tuple[int, int]]:
     """What every trace must hold; sender and receiver of each arrow between two ranks."""
+    world_size = num_ranks // num_worlds
     events = [event for event in document["traceEvents"] if event["ph"] != "M"]
     assert [event["ts"] for event in events] == sorted(event["ts"] for event in events)
     assert all(event["ts"] >= 0 and event.get("dur", 0) >= 0 for event in events)
@@ -32,12 +33,15 @@ def check_document(document: dict[str, Any], num_ranks: int) -> list[tuple[int, 
     for flow in flows.values():
         assert [event["ph"] for event in flow] == ["s", *"t" * (len(flow) - 2), "f"]
         joined = [slices[event["pid"], event["tid"], event["ts"]] for event in flow]  # an arrow ends where a slice begins
-        assert {event["pid"] for event in joined} == set(joined[0]["args"]["ranks"])
+        first = joined[0]["pid"] // world_size * world_size
+        assert {event["pid"] - first for event in joined} == set(joined[0]["args"]["ranks"])
         assert len({event["name"].removesuffix("_") for event in joined}) == 1
     met = Counter(
-        (tuple(event["args"]["ranks"]), event["args"]["collective"]) for event in slices.values() if event["cat"] == "collective"
+        (event["pid"] // world_size, tuple(event["args"]["ranks"]), event["args"]["collective"])
+        for event in slices.values()
+        if event["cat"] == "collective"
     )
-    assert all(count == len(ranks) for (ranks, _), count in met.items())
+    assert all(count == len(ranks) for (_, ranks, _), count in met.items())
     assert len(flows) == len(met)
     for begin, end in messages:
         assert (begin["ph"], end["ph"], begin["name"], end["name"]) == ("s", "f", "message", "message")
