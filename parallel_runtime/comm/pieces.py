@@ -1,6 +1,7 @@
 """How the tensors of a collective are cut, joined and handed back; all facts here are equal on every member."""
 
 from collections.abc import Sequence
+from operator import index
 from typing import final
 
 import torch
@@ -165,7 +166,14 @@ def check_splits(splits: Sequence[int], world_size: int, operation: str, word: s
     Raises:
         ArgumentError: They are not.
     """
-    if len(splits) != world_size or any(size < 0 for size in splits):
+    if len(splits) != world_size or not all(map(_is_size, splits)):
         raise ArgumentError(f"{operation}: {word}={list(splits)} must be {world_size} sizes of 0 or more, one per member")
     if total is not None and sum(splits) != total:
         raise ArgumentError(f"{operation}: {word}={list(splits)} add up to {sum(splits)}, the tensor has {total}")
+
+
+def _is_size(value: object) -> bool:
+    try:
+        return index(value) >= 0  # type: ignore[arg-type]  # what is no integer raises
+    except TypeError:
+        return False

@@ -1,5 +1,7 @@
 """B043: tensors without elements crash or hang."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -86,6 +88,9 @@ def test_b043_bad_splits_are_refused_on_every_rank(kind: str) -> None:
             group.all_to_all(torch.ones(3))
         with pytest.raises(ArgumentError, match="add up to 3" if me == 1 else "member 1 of .* gave splits that do not fit"):
             group.all_to_allv(rows, [2, 2] if me == 0 else [2, 1])
+        no_size: Any = 2.0
+        with pytest.raises(ArgumentError, match=r"\[2.0, 2\] must be 2 sizes" if me == 1 else "member 1 of .* gave splits that"):
+            group.all_to_allv(rows, [2, 2] if me == 0 else [no_size, 2])
         with pytest.raises(ArgumentError, match="add up to 3"):
             group.all_to_allv(rows, [2, 1], output_splits=[2, 1])
         with pytest.raises(ArgumentError, match="not a multiple of the 2 members"):
