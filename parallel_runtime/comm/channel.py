@@ -15,6 +15,7 @@ from parallel_runtime.comm.outbox import Outbox, Sending
 from parallel_runtime.comm.p2p import MAX_TAG
 from parallel_runtime.comm.traffic import LANES, MAIL_LANE
 from parallel_runtime.errors import ArgumentError, ContextStateError, PeerEncodingError, SerializationError
+from parallel_runtime.values import type_problem
 
 __all__ = ["Channel"]
 
@@ -38,12 +39,14 @@ class Channel(Generic[_T]):
         peer: Group-local.
 
     Raises:
-        ArgumentError: The name is taken on this pair, or msgspec does not understand the schema.
+        ArgumentError: The name is no string or taken on this pair, or msgspec does not understand the schema.
     """
 
     __slots__ = ("_core", "_digest", "_is_open", "_outbox", "_schema", "_sent", "_stream", "name", "peer")
 
     def __init__(self, core: GroupCore, outbox: Outbox, name: str, schema: type[_T], peer: int) -> None:
+        if problem := type_problem("name", name, str, "such as 'requests'"):
+            raise ArgumentError(problem)
         self.name = name
         self.peer = peer
         self._core = core

@@ -22,6 +22,7 @@ from parallel_runtime.comm.outbox import Outbox
 from parallel_runtime.comm.p2p import PointToPoint
 from parallel_runtime.comm.process_group import RoutedProcessGroup, register, unregister
 from parallel_runtime.comm.recorder import Record
+from parallel_runtime.comm.tensors import checked_shape
 from parallel_runtime.comm.traced import TracedCollectives
 from parallel_runtime.errors import ArgumentError, ContextStateError
 from parallel_runtime.terms import Rank, RankInGroup
@@ -245,13 +246,14 @@ class GroupCoordinator(CollectiveCalls, MessageCalls):
             This member's tensor, uninitialised, on the group's device.
 
         Raises:
+            ArgumentError: ``shape`` or ``dtype`` is something else.
             PeerFailedError: The memory could not be had; raised on all members.
 
         Collective: all members, same order.
         """
         core = self._core
         limit_s = core.deadline(timeout_s, core.spec.timeouts.control_s)
-        size = tuple(shape)
+        size = checked_shape(shape, dtype, "symmetric_empty")
         tensor = core.run_agreed("symmetric_empty", None, (dtype, size), core.communicator.symmetric_empty, size, dtype, limit_s)
         return torch.empty(size, dtype=dtype, device=core.spec.device) if tensor is None else tensor
 

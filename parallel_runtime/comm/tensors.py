@@ -1,5 +1,8 @@
 """Between what a user may hand over and what a communicator accepts: views, dims, dtypes."""
 
+from collections.abc import Sequence
+from math import prod
+from operator import index
 from typing import Final, NamedTuple, final
 
 import torch
@@ -7,6 +10,7 @@ from torch import Tensor
 
 from parallel_runtime.comm.communicator import ReduceOp
 from parallel_runtime.errors import ArgumentError, DimError, DtypeError
+from parallel_runtime.values import shown, type_problem
 
 __all__ = [
     "Reduction",
@@ -14,6 +18,7 @@ __all__ = [
     "check_out",
     "check_strided",
     "check_writable",
+    "checked_shape",
     "dense",
     "dtype_named",
     "fold",
@@ -28,6 +33,7 @@ _INTEGERS: Final = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32,
 _FLOATS: Final = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 _COMPLEX: Final = frozenset({torch.complex64, torch.complex128})
 _HALF: Final = frozenset({torch.float16, torch.bfloat16})
+_MOST_BYTES: Final = 2**62
 _PLAIN: Final = _FLOATS | {torch.uint8, torch.int8, torch.int32, torch.int64}
 
 
@@ -161,6 +167,23 @@ def check_writable(tensor: Tensor, operation: str) -> None:
         raise ArgumentError(
             f"{operation}: cannot write into an expanded tensor, shape {list(tensor.shape)} strides {tensor.stride()}"
         )
+
+
+def checked_shape(shape: Sequence[int], dtype: torch.dtype, operation: str) -> tuple[int, ...]:
+    """The shape of a tensor to be made.
+
+    Raises:
+        ArgumentError: It is no sequence of sizes, ``dtype`` is no dtype, or no memory is that large.
+    """
+    if problem := type_problem("dtype", dtype, torch.dtype, "such as torch.float32"):
+        raise ArgumentError(f"{operation}: {problem}")
+    try:
+        sizes = tuple(index(size) for size in shape)
+    except TypeError:
+        sizes = (-1,)
+    if min(sizes, default=0) < 0 or prod(sizes) * dtype.itemsize > _MOST_BYTES:
+        raise ArgumentError(f"{operation}: shape={shown(shape)} must be a sequence of sizes of 0 or more, such as (8, 576)")
+    return sizes
 
 
 def check_out(out: Tensor, shape: tuple[int, ...], like: Tensor, operation: str) -> None:

@@ -194,8 +194,9 @@ def _refuse_second_process(previous_room: Store, member: Member) -> None:
     is_same = (previous.host, previous.pid) == (member.host, member.pid)
     if is_same or previous_room.check([f"left/{member.rank}"]):
         return
-    problem = f"rank {member.rank} joined twice: {previous.is_where}, {member.is_where}"
-    raise _error(_settle(previous_room, _refusal(problem, [member.rank])))
+    refusal = _refusal(f"rank {member.rank} joined twice: {previous.is_where}, {member.is_where}", [member.rank])
+    verdict = _settle(previous_room, refusal)
+    raise _error(verdict if "error" in verdict else refusal)  # a world that is open already stays so
 
 
 def _missing_text(present: Sequence[int], ranks: Sequence[int], timeout_s: float) -> str:

@@ -128,6 +128,8 @@ def test_names_peers_and_closing() -> None:
         group._core.traffic.streams.channels[line._stream] = "its double"
         with pytest.raises(ArgumentError, match="has the same number as 'its double'; rename one of them"):
             group.channel("line", int, peer)
+        with pytest.raises(ArgumentError, match=r"name must be a str, got 5 \(int\)"):
+            group.channel(5, int, peer)  # type: ignore[arg-type]
         with pytest.raises(ArgumentError, match="cannot use"):
             group.channel("bad", list[int, int, int], peer)  # type: ignore[misc]
         line.close()

@@ -33,6 +33,15 @@ def spec(ranks: tuple[int, ...] = (4,), rank: int = 4, name: str = "tp#3") -> Gr
     return GroupSpec(name=name, key="ctx/0/tp", ranks=tuple(Rank(r) for r in ranks), rank=Rank(rank), local_rank=1)
 
 
+@pytest.mark.parametrize("shape", [(-1,), (2.5,), 4, None, (2**62,), "8"])
+def test_impossible_shapes_are_refused_before_anything_is_sent(shape: Any) -> None:
+    group = open_coordinator(spec((7, 3), 3), FakeCommunicator(1, 2))
+    with pytest.raises(ArgumentError, match=r"symmetric_empty: shape=.* must be a sequence of sizes of 0 or more"):
+        group.symmetric_empty(shape)
+    with pytest.raises(ArgumentError, match="symmetric_empty: dtype must be a dtype, got 'float32'"):
+        group.symmetric_empty((4,), "float32")  # type: ignore[arg-type]
+
+
 def test_a_group_knows_its_place() -> None:
     group = open_coordinator(spec((7, 3, 5), 3), FakeCommunicator(1, 3))
     assert (group.name, group.key, group.ranks, group.world_size) == ("tp#3", "ctx/0/tp", (7, 3, 5), 3)

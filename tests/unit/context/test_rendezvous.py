@@ -151,6 +151,15 @@ def test_a_rank_that_is_there_twice_is_named_on_every_rank() -> None:
     assert len(found) == 1
 
 
+def test_a_second_process_is_refused_while_the_world_of_the_first_is_open() -> None:
+    store = hash_store()
+    meetings = meet(store, [member(0, pid=812), member(1)], world_size=2)
+    with pytest.raises(RendezvousError, match="rank 0 joined twice: pid 812 on a, pid 4711 on a") as caught:
+        join_world(store, member(0, pid=4711), range(2), timeout_s=30.0)
+    assert caught.value.ranks == (0,)
+    assert len(uids(meetings)) == 1
+
+
 def test_a_new_process_may_take_the_place_of_one_that_left() -> None:
     store = hash_store()
     (meeting,) = meet(store, [member(0, pid=812)], world_size=1)
