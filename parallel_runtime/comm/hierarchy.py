@@ -178,7 +178,12 @@ class HierarchicalCommunicator(Communicator):
         return all(part is None or part.supports(operation, dtype, nbytes) for part in (self._flat, self._inside))
 
     def all_reduce_(self, tensor: Tensor, op: ReduceOp, timeout_s: float) -> None:
-        """Reduce to the leader, over the leaders, and back; avg divides once, at the end."""
+        """Reduce on each host, over the leaders, and back; avg divides once, at the end, and halves are rounded once."""
+        if tensor.dtype in (torch.float16, torch.bfloat16):
+            wide = tensor.float()
+            self.all_reduce_(wide, op, timeout_s)
+            tensor.copy_(wide)
+            return
         step = ReduceOp.SUM if op is ReduceOp.AVG else op
         with self._on_host():
             if self._inside is not None:

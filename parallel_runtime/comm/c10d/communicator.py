@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
+from parallel_runtime.comm.c10d.arithmetic import from_gloo, to_gloo
 from parallel_runtime.comm.c10d.backends import open_backend
 from parallel_runtime.comm.c10d.stores import Store
 from parallel_runtime.comm.c10d.waiting import Backend, BackendWork
@@ -107,7 +108,7 @@ class C10dCommunicator(Backend):
         return self.backend == "nccl"
 
     def all_reduce_(self, tensor: Tensor, op: ReduceOp, timeout_s: float) -> None:
-        """Reduced by the backend; avg is a sum that is divided, int16 travels as int32."""
+        """Reduced by the backend; avg is a sum that is divided."""
         rows = self._called("all_reduce", tensor, timeout_s, op)
         if rows is None:
             self._reduce_all(tensor, op, timeout_s)
@@ -115,13 +116,16 @@ class C10dCommunicator(Backend):
             tensor.copy_(fold(rows, op))
 
     def _reduce_all(self, tensor: Tensor, op: ReduceOp, timeout_s: float) -> None:
-        work = tensor.int() if tensor.dtype is torch.int16 else tensor
+        work = self._reducible(tensor, op)
         options = self._options(c10d.AllreduceOptions, timeout_s, op=op)
         self._finish(lambda group: group.allreduce([work], options), "its peers", timeout_s)
-        if op is ReduceOp.AVG:
-            work.div_(self.world_size)
-        if work is not tensor:
-            tensor.copy_(work)
+        from_gloo(work, tensor, op, self.world_size)
+
+    def _reducible(self, tensor: Tensor, op: ReduceOp) -> Tensor:
+        """What the backend is handed to reduce: the tensor itself, or a new one."""
+        if self._is_gloo:
+            return to_gloo(tensor, op)
+        return tensor.int() if tensor.dtype is torch.int16 else tensor
 
     def all_gather(self, output: Tensor, tensor: Tensor, timeout_s: float) -> None:
         """One all-gather of the backend; gloo is given a list of rows, nccl would copy such a list once more."""
@@ -188,11 +192,12 @@ class C10dCommunicator(Backend):
             if output is not None:
                 output.copy_(fold(rows, op))
             return
-        work = tensor.int() if tensor.dtype is torch.int16 else tensor.clone()
+        work = self._reducible(tensor, op)
+        work = tensor.clone() if work is tensor else work
         options = self._options(c10d.ReduceOptions, timeout_s, op=op, root=dst)
         self._finish(lambda group: group.reduce([work], options), f"member {dst} or its peers", timeout_s)
         if output is not None:
-            output.copy_(work.div_(self.world_size) if op is ReduceOp.AVG else work)
+            from_gloo(work, output, op, self.world_size)
 
     def gather(self, outputs: Sequence[Tensor] | None, tensor: Tensor, dst: int, timeout_s: float) -> None:
         """One gather of the backend."""
