@@ -3,7 +3,6 @@
 import asyncio
 import json
 import socket
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,32 +10,13 @@ from openai import APIError, AsyncOpenAI, BadRequestError
 from openai.types import Completion
 
 from parallel_runtime.serving.http.server import HttpServer
-from tests.spmd.tiny_models import PROMPTS, greedy_reference, write_tiny_model
+from tests.spmd.tiny_models import PROMPTS, greedy_reference
 from tests.unit.serving.http.servers import Served, served
 
 pytestmark = pytest.mark.timeout(60)
 
 NEW = 6
 MESSAGES = [{"role": "user", "content": "Hi"}]
-
-
-def write_chat_model(folder: Path) -> Path:
-    """With a chat template that writes roles and contents one after the other."""
-    model = write_tiny_model(folder, vocab_size=300, max_positions=512)
-    template = "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"
-    (model / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
-    return model
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_chat_model(tmp_path_factory.mktemp("models") / "tiny")
-
-
-@pytest.fixture(scope="module")
-def server(model: Path) -> Iterator[Served]:
-    with served(model) as each:
-        yield each
 
 
 def test_greedy_token_ids_are_those_of_the_reference(server: Served, model: Path) -> None:

@@ -2,12 +2,12 @@
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.unit.serving.http.servers import Served, served
-from tests.unit.serving.http.test_answering import write_chat_model
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -15,8 +15,7 @@ CHAT = "/v1/chat/completions"
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    model = write_chat_model(tmp_path_factory.mktemp("models") / "tiny")
+def server(model: Path) -> Iterator[Served]:
     with served(model, max_body_bytes=40_000, max_answers=8, read_s=0.5) as each:
         yield each
 

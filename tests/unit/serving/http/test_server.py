@@ -5,7 +5,6 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import httpx2
@@ -19,20 +18,8 @@ from parallel_runtime.serving.http import HttpSettings
 from parallel_runtime.serving.http.server import HttpServer, serve_http
 from parallel_runtime.serving.http.service import ServiceState, model_name
 from tests.unit.serving.http.servers import Served, served
-from tests.unit.serving.http.test_answering import write_chat_model
 
 pytestmark = pytest.mark.timeout(60)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_chat_model(tmp_path_factory.mktemp("models") / "tiny")
-
-
-@pytest.fixture(scope="module")
-def server(model: Path) -> Iterator[Served]:
-    with served(model) as each:
-        yield each
 
 
 def test_the_model_is_listed(server: Served) -> None:
