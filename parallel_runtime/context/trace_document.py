@@ -24,6 +24,9 @@ COLLECTIVES: Final = frozenset(
 )
 """Operations that all members of a group enter, without a trailing underscore."""
 
+_LATER_US: Final = 0.1
+"""How long a message is under way at least, so that its arrow has a direction."""
+
 
 class Clock(msgspec.Struct, frozen=True):
     """How one rank's clock differs from that of the first rank.
@@ -196,7 +199,7 @@ def trace_document(parts: Sequence[RankTrace], clocks: Sequence[Clock]) -> dict[
     events += [arrow for number, meeting in enumerate(meetings.values(), 1) for arrow in _arrows(number, meeting)]
     passed = [ends for ends in posted.values() if len(ends) == 2]
     events += [
-        arrow for number, ends in enumerate(passed, len(meetings) + 1) for arrow in _arrow(number, ends[True], ends[False])
+        each for number, ends in enumerate(passed, len(meetings) + 1) for each in _passage(number, ends[True], ends[False])
     ]
     metadata = {
         "clock": "perf_counter of the first rank, measured at the end",
@@ -270,10 +273,17 @@ def _arrows(number: int, meeting: Sequence[dict[str, Any]]) -> list[dict[str, An
     return [_point(number, phase, event, name, event["ts"]) for event, phase in zip(ordered, phases, strict=True)]
 
 
-def _arrow(number: int, sent: dict[str, Any], taken: dict[str, Any]) -> list[dict[str, Any]]:
-    """From where a message was sent to the end of the operation that took it."""
-    just_inside = taken["ts"] + taken["dur"] * 0.999
-    return [_point(number, "s", sent, "message", sent["ts"]), _point(number, "f", taken, "message", just_inside)]
+def _passage(number: int, sent: dict[str, Any], taken: dict[str, Any]) -> list[dict[str, Any]]:
+    """A message: the part of a receiving operation in which it was under way, and an arrow to there from where it was sent.
+
+    An arrow to the operation itself would be drawn backwards by Perfetto where the receiver was there first.
+    """
+    end_us = taken["ts"] + taken["dur"]
+    start_us = min(max(taken["ts"], sent["ts"] + _LATER_US), max(taken["ts"], end_us - _LATER_US))
+    lane = {"pid": taken["pid"], "tid": taken["tid"]}
+    under_way = _event("message", "message", lane, start_us, (end_us - start_us) / 1e6, {"from rank": sent["pid"]})
+    begin_us = min(sent["ts"], start_us)  # clocks are equal only as far as they could be measured
+    return [under_way, _point(number, "s", sent, "message", begin_us), _point(number, "f", under_way, "message", start_us)]
 
 
 def _point(number: int, phase: str, event: dict[str, Any], name: str, ts: float) -> dict[str, Any]:

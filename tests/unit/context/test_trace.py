@@ -10,7 +10,7 @@ import torch
 
 from parallel_runtime.config import ParallelConfig
 from parallel_runtime.context import ParallelContext, trace
-from parallel_runtime.context.trace_document import Clock, Operation, RankTrace, Stretch, trace_document
+from parallel_runtime.context.trace_document import Clock, Message, Operation, RankTrace, Stretch, trace_document
 from parallel_runtime.errors import ContextStateError, RankFailedError
 from parallel_runtime.launch import launch, run_threads
 
@@ -46,10 +46,9 @@ def check_document(document: dict[str, Any], num_ranks: int, num_worlds: int = 1
     for begin, end in messages:
         assert (begin["ph"], end["ph"], begin["name"], end["name"]) == ("s", "f", "message", "message")
         sent = slices[begin["pid"], begin["tid"], begin["ts"]]
-        taken = [each for each in slices.values() if each["ts"] <= end["ts"] <= each["ts"] + each["dur"]]
-        assert (end["pid"], end["tid"]) in {(each["pid"], each["tid"]) for each in taken}
-        assert sent["cat"] == "message"
-        assert begin["ts"] <= end["ts"]
+        under_way = slices[end["pid"], end["tid"], end["ts"]]
+        assert (sent["cat"], under_way["name"], under_way["args"]["from rank"]) == ("message", "message", begin["pid"])
+        assert begin["ts"] < end["ts"]
     return [(begin["pid"], end["pid"]) for begin, end in messages]
 
 
@@ -123,6 +122,16 @@ def test_other_clocks_are_set_right_and_members_count_collectives_alone() -> Non
     begins = {(event["pid"], event["name"]): event["ts"] for event in document["traceEvents"] if event["ph"] == "X"}
     assert begins == {(0, "all_reduce"): 1e6, (1, "send"): 0.5e6, (1, "all_reduce_"): 1.25e6}
     assert document["metadata"]["dropped"] == {"1": 1}
+
+
+def test_the_arrow_of_a_message_that_was_long_waited_for_goes_forward() -> None:
+    ends = [Message(src=0, dst=1, stream=0, number=4, is_sent=is_sent) for is_sent in (True, False)]
+    sent = Operation("pp#0", (0, 1), 1, "send", "", (), 109.9999, 0.0002, None, (ends[0],))
+    taken = Operation("pp#0", (0, 1), 1, "recv", "", (), 10.0, 99.99995, None, (ends[1],))
+    document = trace_document([_part(0, 10.0, [sent], []), _part(1, 10.0, [taken], [])], [Clock(0.0, 0.0)] * 2)
+    assert check_document(document, 2) == [(0, 1)]
+    (under_way,) = (event for event in document["traceEvents"] if event["name"] == "message" and event["ph"] == "X")
+    assert (under_way["ts"], under_way["dur"]) == pytest.approx((99.9999e6 + 0.1, 50 - 0.1), abs=0.01)
 
 
 def test_a_difference_that_cannot_be_measured_counts_as_none() -> None:
