@@ -23,6 +23,11 @@ class CollectiveCalls(ABC):
     _messages: Messages
     _traced: TracedCollectives
 
+    @property
+    def _carrier(self) -> Collectives | TracedCollectives:
+        """What carries a call: where ``torch.compile`` traces it, operators of torch."""
+        return self._traced if is_dynamo_compiling() else self._collectives
+
     def all_reduce_(self, tensor: Tensor, op: ReduceOp | str = ReduceOp.SUM, *, timeout_s: float | None = None) -> Tensor:
         """Combine ``tensor`` of all members in place.
 
@@ -40,7 +45,7 @@ class CollectiveCalls(ABC):
 
         Collective: one all-reduce of ``tensor.nbytes``; all members, same order.
         """
-        return (self._traced if is_dynamo_compiling() else self._collectives).all_reduce_(tensor, op, timeout_s)
+        return self._carrier.all_reduce_(tensor, op, timeout_s)
 
     def all_reduce(
         self, tensor: Tensor, op: ReduceOp | str = ReduceOp.SUM, *, out: Tensor | None = None, timeout_s: float | None = None
@@ -62,7 +67,7 @@ class CollectiveCalls(ABC):
 
         Collective: one all-reduce of ``tensor.nbytes``; all members, same order.
         """
-        return (self._traced if is_dynamo_compiling() else self._collectives).all_reduce(tensor, op, out, timeout_s)
+        return self._carrier.all_reduce(tensor, op, out, timeout_s)
 
     def all_gather(self, tensor: Tensor, dim: int = 0, *, out: Tensor | None = None, timeout_s: float | None = None) -> Tensor:
         """Join the members' tensors along ``dim``, like ``torch.cat`` in group order.
@@ -83,7 +88,7 @@ class CollectiveCalls(ABC):
 
         Collective: one all-gather of ``tensor.nbytes``; all members, same order.
         """
-        return (self._traced if is_dynamo_compiling() else self._collectives).all_gather(tensor, dim, out, timeout_s)
+        return self._carrier.all_gather(tensor, dim, out, timeout_s)
 
     def all_gatherv(
         self,
@@ -113,7 +118,7 @@ class CollectiveCalls(ABC):
 
         Collective: one all-gather; all members, same order.
         """
-        return (self._traced if is_dynamo_compiling() else self._collectives).all_gatherv(tensor, sizes, dim, out, timeout_s)
+        return self._carrier.all_gatherv(tensor, sizes, dim, out, timeout_s)
 
     def reduce_scatter(
         self,
@@ -143,7 +148,7 @@ class CollectiveCalls(ABC):
 
         Collective: one reduce-scatter of ``tensor.nbytes``; all members, same order.
         """
-        return (self._traced if is_dynamo_compiling() else self._collectives).reduce_scatter(tensor, dim, op, out, timeout_s)
+        return self._carrier.reduce_scatter(tensor, dim, op, out, timeout_s)
 
     def reduce_scatterv(
         self,
@@ -175,9 +180,7 @@ class CollectiveCalls(ABC):
 
         Collective: one all-to-all of ``tensor.nbytes``; all members, same order.
         """
-        return (self._traced if is_dynamo_compiling() else self._collectives).reduce_scatterv(
-            tensor, sizes, dim, op, out, timeout_s
-        )
+        return self._carrier.reduce_scatterv(tensor, sizes, dim, op, out, timeout_s)
 
     def all_to_all(
         self,
@@ -207,9 +210,7 @@ class CollectiveCalls(ABC):
 
         Collective: one all-to-all of ``tensor.nbytes``; all members, same order.
         """
-        return (self._traced if is_dynamo_compiling() else self._collectives).all_to_all(
-            tensor, split_dim, concat_dim, out, timeout_s
-        )
+        return self._carrier.all_to_all(tensor, split_dim, concat_dim, out, timeout_s)
 
     def all_to_allv(
         self,
@@ -242,9 +243,7 @@ class CollectiveCalls(ABC):
 
         Collective: one all-to-all; all members, same order.
         """
-        return (self._traced if is_dynamo_compiling() else self._collectives).all_to_allv(
-            tensor, splits, output_splits, dim, out, timeout_s
-        )
+        return self._carrier.all_to_allv(tensor, splits, output_splits, dim, out, timeout_s)
 
     def broadcast_(self, tensor: Tensor, src: int = 0, *, timeout_s: float | None = None) -> Tensor:
         """Overwrite ``tensor`` with that of member ``src``.
@@ -262,7 +261,7 @@ class CollectiveCalls(ABC):
 
         Collective: one broadcast of ``tensor.nbytes``; all members, same order.
         """
-        return (self._traced if is_dynamo_compiling() else self._collectives).broadcast_(tensor, src, timeout_s)
+        return self._carrier.broadcast_(tensor, src, timeout_s)
 
     def broadcast(self, tensor: Tensor, src: int = 0, *, timeout_s: float | None = None) -> Tensor:
         """A new tensor equal to that of member ``src``.
@@ -280,7 +279,7 @@ class CollectiveCalls(ABC):
 
         Collective: one broadcast of ``tensor.nbytes``; all members, same order.
         """
-        return (self._traced if is_dynamo_compiling() else self._collectives).broadcast(tensor, src, timeout_s)
+        return self._carrier.broadcast(tensor, src, timeout_s)
 
     def reduce(
         self,
