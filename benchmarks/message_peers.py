@@ -123,16 +123,7 @@ def zmq_ipc(path: str, rank: int, ranks: int) -> Speak:
     Returns:
         The send or receive.
     """
-    zmq = importlib.import_module("zmq")
-    end = zmq.Context.instance().socket(zmq.PAIR)
-    store = dist.FileStore(path, ranks)
-    if rank == 0:
-        end.bind(f"ipc://{path}.zmq")
-        store.set("ready", b"1")
-    else:
-        store.wait(["ready"])
-        end.connect(f"ipc://{path}.zmq")
-    return lambda value, src: end.send_pyobj(value, protocol=5) if src == rank else end.recv_pyobj()
+    return _zmq_pair(f"ipc://{path}.zmq", path, rank, ranks)
 
 
 def zmq_inproc(path: str, rank: int, ranks: int) -> Speak:
@@ -146,15 +137,19 @@ def zmq_inproc(path: str, rank: int, ranks: int) -> Speak:
     Returns:
         The send or receive.
     """
+    return _zmq_pair("inproc://bench", path, rank, ranks)
+
+
+def _zmq_pair(address: str, path: str, rank: int, ranks: int) -> Speak:
     zmq = importlib.import_module("zmq")
     end = zmq.Context.instance().socket(zmq.PAIR)
     store = dist.FileStore(path, ranks)
     if rank == 0:
-        end.bind("inproc://bench")
+        end.bind(address)
         store.set("ready", b"1")
     else:
         store.wait(["ready"])
-        end.connect("inproc://bench")
+        end.connect(address)
     return lambda value, src: end.send_pyobj(value, protocol=5) if src == rank else end.recv_pyobj()
 
 
