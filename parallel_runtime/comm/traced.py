@@ -6,7 +6,7 @@ integers. The public text of each operation is on ``GroupCoordinator``.
 """
 
 from collections.abc import Sequence
-from typing import Any, final
+from typing import final
 
 import torch
 from torch import Tensor
@@ -170,7 +170,7 @@ def _(x: Tensor, ticket: Tensor, src: int, timeout_s: float | None) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def _resized(x: Tensor, dim: int, size: Any) -> Tensor:
+def _resized(x: Tensor, dim: int, size: int) -> Tensor:
     shape = list(x.shape)
     shape[dim] = size
     return x.new_empty(shape)

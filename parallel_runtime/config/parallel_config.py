@@ -276,7 +276,7 @@ class ParallelConfig(FrozenModel):
         Raises:
             ConfigError: SGLang refuses the combination, or it has no counterpart here.
         """
-        return cls(**SglangSizes.model_validate(sizes).settings())
+        return cls.model_validate(SglangSizes.model_validate(sizes).settings())
 
     @classmethod
     def from_vllm(cls, **sizes: int) -> Self:
@@ -293,7 +293,7 @@ class ParallelConfig(FrozenModel):
         Raises:
             ConfigError: vLLM refuses the combination.
         """
-        return cls(**VllmSizes.model_validate(sizes).settings())
+        return cls.model_validate(VllmSizes.model_validate(sizes).settings())
 
     @classmethod
     def from_megatron(cls, **sizes: int | str | None) -> Self:
@@ -310,7 +310,7 @@ class ParallelConfig(FrozenModel):
         Raises:
             ConfigError: Megatron refuses the combination, or its expert ranks follow another rule than ours.
         """
-        return cls(**MegatronSizes.model_validate(sizes).settings())
+        return cls.model_validate(MegatronSizes.model_validate(sizes).settings())
 
     @classmethod
     def from_torchtitan(cls, **degrees: int) -> Self:
@@ -327,7 +327,7 @@ class ParallelConfig(FrozenModel):
         Raises:
             ConfigError: torchtitan refuses the combination.
         """
-        return cls(**TorchtitanSizes.model_validate(degrees).settings())
+        return cls.model_validate(TorchtitanSizes.model_validate(degrees).settings())
 
     def _need_resolved(self, what: str) -> None:
         for axis, size in self._dense_sizes.items():

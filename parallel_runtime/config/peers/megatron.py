@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, ClassVar, final
+from typing import ClassVar, final
 
 from pydantic import ConfigDict
 
@@ -132,6 +132,6 @@ class MegatronSizes(PeerSizes):
         named = self.order.lower().split("-")
         return (*named, *(axis for axis in ("tp", "pp", "dp", "ep", "cp") if axis not in named))
 
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> dict[str, object]:
         etp, ep, _ = self._expert
         return {**self._dense, "ep": ep, "etp": etp, "order": tuple(axis for axis in self._axes if axis != "ep")}

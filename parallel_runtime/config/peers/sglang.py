@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, ClassVar, final
+from typing import ClassVar, final
 
 from pydantic import ConfigDict
 
@@ -127,7 +127,7 @@ class SglangSizes(PeerSizes):
                 "the sizes as ParallelConfig(...): etp is free"
             )
 
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> dict[str, object]:
         return {
             "tp": self.tp_size // (self.attention_replicas * self.attn_cp_size),
             "cp": self.attn_cp_size,

@@ -1,7 +1,7 @@
 """What the sizes of all other projects have in common."""
 
 from abc import abstractmethod
-from typing import Any, Self
+from typing import Self
 
 from pydantic import model_validator
 
@@ -29,7 +29,7 @@ class PeerSizes(FrozenModel):
         """Refuse what the project refuses."""
 
     @abstractmethod
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> dict[str, object]:
         """Read the sizes as a ``ParallelConfig`` would be written.
 
         Returns:

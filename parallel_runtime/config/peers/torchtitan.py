@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, ClassVar, final
+from typing import ClassVar, final
 
 from pydantic import ConfigDict
 
@@ -59,7 +59,7 @@ class TorchtitanSizes(PeerSizes):
                 f"{join_sizes(nearest(allowed, ep))} (all: {join_sizes(allowed)})"
             )
 
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> dict[str, object]:
         return {
             "tp": self.tensor_parallel_degree,
             "cp": self.context_parallel_degree,

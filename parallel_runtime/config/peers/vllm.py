@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, ClassVar, final
+from typing import ClassVar, final
 
 from pydantic import ConfigDict
 
@@ -50,7 +50,7 @@ class VllmSizes(PeerSizes):
         }
     )
 
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> dict[str, object]:
         stage = self.tensor_parallel_size * self.prefill_context_parallel_size * self.data_parallel_size
         return {
             "tp": self.tensor_parallel_size,
