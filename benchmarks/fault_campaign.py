@@ -6,6 +6,7 @@ Every trial follows from the seed and its number alone; ``--only N`` plays one a
 """
 
 import argparse
+import math
 import os
 import statistics
 import sys
@@ -17,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.fault_trials import DEADLINES, GRACE_S, Outcome, Trial, Verdict, draw, judge
+from benchmarks.fault_trials import DEADLINES, GRACE_S, PATIENT, Outcome, Trial, Verdict, draw, judge
 from benchmarks.fault_workers import WorkerPool, run_in_threads
 
 __all__ = ["Result", "campaign", "main"]
@@ -104,12 +105,27 @@ def table(results: Sequence[Result], seed: int, seconds: float) -> str:
         f"*late*: seconds from the deadline that applies to the last rank's error; negative where the error came before it. "
         f"{in_time:.1%} of the trials with an error were within {GRACE_S:g} s beyond the deadline (the bar: 99%).",
         "",
+        f"Where the rank is gone in the middle, the deadline is {PATIENT.collective_s:g} s, and the others must not wait for it. "
+        "Seconds from the first operation of such a trial to the last rank's error, its story included:",
+        "",
+        "| backend | trials | let go: median | 99% | worst |",
+        "|---|---|---|---|---|",
+        *(_releases(name, [r for r in results if r.trial.backend == name]) for name in sorted(backends)),
+        "",
         "*wrong blame*: trials in which a rank's error does not name the rank that went wrong; in a wrong order of two groups, "
         "where two ranks wait for each other, one of the two. *leaks*: descriptors and threads of the ranks that live on, files "
         "in shared memory. A fault while closing may go unnoticed: nobody has to wait for that rank. A quarter of the "
         "worlds has `checked=True`, the others the default, with which gloo groups compare what their members enter, too.",
     ]
     return "\n".join(lines) + "\n"
+
+
+def _releases(name: str, results: Sequence[Result]) -> str:
+    times = sorted(result.verdict.release_s for result in results if result.verdict.release_s is not None)
+    if not times:
+        return f"| {name} | 0 | | | |"
+    most = times[max(0, math.ceil(0.99 * len(times)) - 1)]
+    return f"| {name} | {len(times)} | {statistics.median(times):.2f} | {most:.2f} | {times[-1]:.2f} |"
 
 
 def _row(kind: str, results: Sequence[Result]) -> str:

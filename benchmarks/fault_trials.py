@@ -2,15 +2,17 @@
 
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from parallel_runtime.config import Deadlines, ParallelConfig
 from parallel_runtime.errors import PeerError
 from parallel_runtime.testing.faults import Fault, FaultKind, Phase, Step
 
-__all__ = ["DEADLINES", "GRACE_S", "Outcome", "Trial", "Verdict", "blamed", "draw", "judge"]
+__all__ = ["DEADLINES", "GRACE_S", "PATIENT", "Outcome", "Trial", "Verdict", "blamed", "draw", "judge"]
 
 DEADLINES = Deadlines(join_s=2.0, collective_s=1.5, control_s=1.5, p2p_s=1.5, exit_s=1.0)
+PATIENT = Deadlines(join_s=2.0, collective_s=20.0, control_s=20.0, p2p_s=20.0, exit_s=1.0)
+"""Where a rank ends in the middle: whoever waits for it is to be let go long before."""
 GRACE_S = 5.0
 """Beyond the deadline, an error is late."""
 
@@ -22,6 +24,8 @@ _ANY_OPERATION = (*_TENSOR_OPERATIONS, "barrier", "broadcast_object")
 _IN_A_PROCESS = (FaultKind.EXIT, FaultKind.OS_EXIT, FaultKind.SIGKILL, FaultKind.SIGSTOP)
 _KINDS = tuple(kind for kind in FaultKind if kind is not FaultKind.LOSE)
 """No step is a send, so there is none to lose."""
+_ENDS = frozenset({FaultKind.RAISE, FaultKind.EXIT, FaultKind.OS_EXIT, FaultKind.SIGKILL, FaultKind.CLOSE_EARLY})
+"""After which a rank is gone, and known to be."""
 _ENDLESS_S = 3600.0
 _THREAD_STALL_S = 4.0
 """Long enough to be noticed; a thread cannot be killed, so it has to end."""
@@ -51,10 +55,15 @@ class Trial:
         return self.backend in ("local", "gloo threads")
 
     @property
+    def releases(self) -> bool:
+        """Whether those who wait for the victim are to be let go at once, and not by a deadline."""
+        return self.fault.kind in _ENDS and self.fault.phase is Phase.OPERATION
+
+    @property
     def deadline_s(self) -> float:
         """The deadline that ends the longest wait the fault can cause: of meeting, or of one operation."""
         is_start = self.fault.phase in (Phase.JOINING, Phase.OPENING)
-        return DEADLINES.join_s if is_start else DEADLINES.collective_s
+        return self.config.deadlines.join_s if is_start else self.config.deadlines.collective_s
 
     def __str__(self) -> str:
         fault, config = self.fault, self.config
@@ -75,6 +84,7 @@ class Outcome:
         ranks: Whom it blames.
         text: Of the exception.
         seconds: From the start of the trial.
+        open_s: Those of them since its context was open.
         leaks: What the rank's process had more of than before, like ``"threads 5 -> 6"``.
     """
 
@@ -84,6 +94,7 @@ class Outcome:
     ranks: tuple[int, ...] = ()
     text: str = ""
     seconds: float = 0.0
+    open_s: float = 0.0
     leaks: tuple[str, ...] = ()
 
 
@@ -97,7 +108,8 @@ class Verdict:
         untyped: Ranks whose error is not one of the library's.
         unnoticed: Whether nobody noticed a fault that has to be noticed.
         false_alarms: Ranks with an error where nothing went wrong.
-        late_s: Seconds beyond the deadline, of the latest rank with an error; ``None`` where there is none.
+        late_s: Seconds beyond the deadline, of the latest rank with an error; ``None`` where there is none, or no deadline.
+        release_s: Where the victim was gone in the middle: seconds that the latest of the others was in its open context.
         leaks: Everything that was left behind.
     """
 
@@ -107,13 +119,14 @@ class Verdict:
     unnoticed: bool = False
     false_alarms: tuple[int, ...] = ()
     late_s: float | None = None
+    release_s: float | None = None
     leaks: tuple[str, ...] = ()
 
     @property
     def is_good(self) -> bool:
         """Whether the trial meets the bar."""
         is_wrong = self.hangs or self.wrong_blame or self.untyped or self.unnoticed or self.false_alarms or self.leaks
-        return not is_wrong and (self.late_s is None or self.late_s <= GRACE_S)
+        return not is_wrong and (self.late_s or 0.0) <= GRACE_S and (self.release_s or 0.0) <= GRACE_S
 
 
 def draw(seed: int, number: int) -> Trial:
@@ -141,9 +154,9 @@ def draw(seed: int, number: int) -> Trial:
     fault, steps = _draw_fault(rng, kind, victim, steps, config)
     if kind is FaultKind.STALL and in_threads:
         fault = Fault(kind=kind, rank=victim, phase=fault.phase, group=fault.group, number=fault.number, seconds=_THREAD_STALL_S)
-    return Trial(
-        number=number, backend=backend, config=config, steps=(*steps, Step(group="world", operation="barrier")), fault=fault
-    )
+    steps = [*steps, Step(group="world", operation="barrier")]
+    trial = Trial(number=number, backend=backend, config=config, steps=tuple(steps), fault=fault)
+    return replace(trial, config=config.replace(deadlines=PATIENT)) if trial.releases else trial
 
 
 def judge(trial: Trial, outcomes: Mapping[int, Outcome], leaks: Sequence[str]) -> Verdict:
@@ -169,7 +182,8 @@ def judge(trial: Trial, outcomes: Mapping[int, Outcome], leaks: Sequence[str]) -
         untyped=tuple(outcome.rank for outcome in failed if not outcome.is_ours),
         unnoticed=must_be_noticed and not failed and all(rank in outcomes for rank in others),
         false_alarms=tuple(outcome.rank for outcome in failed) if is_harmless else (),
-        late_s=max((outcome.seconds - trial.deadline_s for outcome in failed), default=None),
+        late_s=None if trial.releases else max((outcome.seconds - trial.deadline_s for outcome in failed), default=None),
+        release_s=max((outcome.open_s for outcome in failed), default=None) if trial.releases else None,
         leaks=(*leaks, *(f"rank {outcome.rank}: {leak}" for outcome in outcomes.values() for leak in outcome.leaks)),
     )
 

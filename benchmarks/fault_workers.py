@@ -15,7 +15,7 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import final
 
-from benchmarks.fault_trials import DEADLINES, GRACE_S, Outcome, Trial, blamed
+from benchmarks.fault_trials import GRACE_S, PATIENT, Outcome, Trial, blamed
 from parallel_runtime.comm.c10d import Store, connect_store, hash_store, listen_store
 from parallel_runtime.comm.local import LocalHub
 from parallel_runtime.config.environment import Identity
@@ -26,24 +26,27 @@ from parallel_runtime.testing.faults import FaultKind, FaultProbe, run_steps, sp
 
 __all__ = ["WorkerPool", "run_in_threads"]
 
-_HANG_S = DEADLINES.join_s + DEADLINES.collective_s + DEADLINES.exit_s + 3 * GRACE_S
+_HANG_S = PATIENT.join_s + PATIENT.collective_s + PATIENT.exit_s + 2 * GRACE_S
 _SETTLE_S = 3.0
 _ENDS_ITS_PROCESS = frozenset({FaultKind.EXIT, FaultKind.OS_EXIT, FaultKind.SIGKILL, FaultKind.SIGSTOP, FaultKind.STALL})
 
 
-def play(trial: Trial, rank: int, *, store: Store, hub: LocalHub | None) -> None:
-    """One rank's part of a trial: open the context with the fault in it, play the steps, leave."""
+def play(trial: Trial, rank: int, *, store: Store, hub: LocalHub | None, opened_at: list[float]) -> None:
+    """One rank's part of a trial: open the context with the fault in it, note when that was done, play the steps, leave."""
     size = trial.config.world_size
     identity = Identity(rank=Rank(rank), world_size=size, local_rank=rank, local_world_size=size, num_hosts=1, host_rank=0)
     probe = FaultProbe(trial.fault, trial.config.layout, rank)
     with ParallelContext(trial.config, identity=identity, store=store, hub=hub, probe=probe) as ctx:
+        opened_at.append(time.monotonic())
         run_steps(ctx, spoil(trial.steps, trial.fault) if rank == trial.fault.rank else trial.steps)
 
 
-def outcome_of(rank: int, error: BaseException | None, seconds: float) -> Outcome:
+def outcome_of(rank: int, error: BaseException | None, start: float, opened_at: list[float]) -> Outcome:
     """What a rank reports."""
+    now = time.monotonic()
+    seconds, open_s = now - start, now - opened_at[0] if opened_at else 0.0
     if error is None:
-        return Outcome(rank=rank, seconds=seconds)
+        return Outcome(rank=rank, seconds=seconds, open_s=open_s)
     return Outcome(
         rank=rank,
         error=type(error).__name__,
@@ -51,6 +54,7 @@ def outcome_of(rank: int, error: BaseException | None, seconds: float) -> Outcom
         ranks=blamed(error),
         text=str(error),
         seconds=seconds,
+        open_s=open_s,
     )
 
 
@@ -101,11 +105,12 @@ def run_in_threads(trial: Trial) -> tuple[dict[int, Outcome], list[str]]:
 
     def run(rank: int) -> None:
         error: BaseException | None = None
+        opened_at: list[float] = []
         try:
-            play(trial, rank, store=store, hub=hub)
+            play(trial, rank, store=store, hub=hub, opened_at=opened_at)
         except BaseException as exc:
             error = exc.with_traceback(None)
-        outcomes[rank] = outcome_of(rank, error, time.monotonic() - start)
+        outcomes[rank] = outcome_of(rank, error, start, opened_at)
         if hub is not None:
             hub.leave(rank, "it has returned" if error is None else f"it raised {type(error).__name__}: {error}")
 
@@ -130,14 +135,14 @@ def serve(orders: Connection, rank: int) -> None:
         except EOFError:
             return
         start = time.monotonic()
+        opened_at: list[float] = []
         error: BaseException | None = None
         try:
-            play(trial, rank, store=connect_store("127.0.0.1", port, timeout_s=10), hub=None)
+            play(trial, rank, store=connect_store("127.0.0.1", port, timeout_s=10), hub=None, opened_at=opened_at)
         except BaseException as exc:
             error = exc.with_traceback(None)
             error.__cause__ = error.__context__ = None
-        seconds = time.monotonic() - start
-        outcome = outcome_of(rank, error, seconds)
+        outcome = outcome_of(rank, error, start, opened_at)
         if isinstance(error, SystemExit):
             orders.send(outcome)
             raise error

@@ -7,11 +7,11 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Final, final
+from typing import Final, TypeVar, final
 
 import msgspec
 
@@ -25,6 +25,7 @@ __all__ = ["Address", "Answering", "ask", "ask_all", "machine"]
 _SERVE_S: Final = 1.0
 _TICK_S: Final = 0.25
 _TOKEN_BYTES: Final = 16
+_K = TypeVar("_K", bound=Hashable)
 _MAX_ASKED: Final = 64
 """How many ranks are asked at once; a story about more would help nobody."""
 
@@ -55,7 +56,7 @@ class Address:
         return json.dumps(asdict(self))
 
     @classmethod
-    def from_json(cls, text: bytes) -> "Address":
+    def from_json(cls, text: bytes | str) -> "Address":
         """Read it back.
 
         Args:
@@ -98,14 +99,18 @@ class Answering:
         host: Name of this host.
 
     Raises:
-        ConfigError: This process may not have another thread.
+        ConfigError: Nobody can listen at ``address``, or this process may not have another thread or socket.
     """
 
     def __init__(self, address: str, host: str) -> None:
         self._host = host
         self._address = address
+        self._is_over = False
         self._clients: dict[str, tuple[Callable[[], bytes], Callable[[], None]]] = {}
-        self._listener = socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
+        try:
+            self._listener = socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
+        except OSError as error:
+            raise ConfigError(f"a rank answers for itself at {address}, which is not possible here: {error}") from error
         self._listener.settimeout(_TICK_S)
         self._thread = threading.Thread(target=self._serve, name="parallel-runtime-monitor", daemon=True)
         try:
@@ -140,6 +145,7 @@ class Answering:
     def close(self) -> None:
         """Stop answering. Twice is nothing."""
         self._clients.clear()
+        self._is_over = True
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
         self._thread.join(2 * _SERVE_S)
@@ -153,7 +159,9 @@ class Answering:
             except TimeoutError:
                 pass
             except OSError:
-                return
+                if self._is_over:
+                    return
+                time.sleep(_TICK_S)  # no descriptor is left for who asks; this thread is also the one that ends vain waits
             else:
                 with connection, suppress(OSError):
                     self._answer(connection)
@@ -199,19 +207,19 @@ def ask(address: Address, timeout_s: float) -> Report:
         raise OSError(f"no report came back: {error}") from error
 
 
-def ask_all(addresses: Mapping[int, Address], timeout_s: float) -> dict[int, Report]:
+def ask_all(addresses: Mapping[_K, Address], timeout_s: float) -> dict[_K, Report]:
     """Ask several monitors at once.
 
     Args:
-        addresses: By rank.
+        addresses: By rank, or whatever tells them apart.
         timeout_s: Longest wait for all of them together, in seconds.
 
     Returns:
         Reports of those that answered.
     """
-    reports: dict[int, Report] = {}
+    reports: dict[_K, Report] = {}
 
-    def ask_one(rank: int, address: Address) -> None:
+    def ask_one(rank: _K, address: Address) -> None:
         with suppress(OSError):
             reports[rank] = ask(address, timeout_s)
 

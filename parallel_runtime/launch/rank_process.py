@@ -18,6 +18,7 @@ from parallel_runtime.comm.c10d import connect_store
 from parallel_runtime.config.environment import Identity, adopt_environ, variables_of
 from parallel_runtime.config.parallel_config import ParallelConfig
 from parallel_runtime.context.parallel_context import ParallelContext
+from parallel_runtime.context.threads import start_thread
 from parallel_runtime.errors import SerializationError
 from parallel_runtime.launch.guards import end_forked_copy
 from parallel_runtime.launch.outcome import RankFailure, failure_of
@@ -116,9 +117,9 @@ def run_rank(task: RankTask) -> None:
         task: From the parent.
     """
     pid = os.getpid()
-    _end_with_parent(task.lifeline.fd)
     reporter = _Reporter(task.outcome.fd)
     try:
+        _end_with_parent(task.lifeline.fd)
         job: Job = pickle.loads(read_all(task.job.fd))
         _prepare_process(task, job)
         reporter.stage("importing the function and its arguments")
@@ -200,4 +201,4 @@ def _end_with_parent(lifeline: int) -> None:
         os.read(lifeline, 1)
         os._exit(_PARENT_GONE_STATUS)
 
-    Thread(target=watch, name="lifeline", daemon=True).start()
+    start_thread(Thread(target=watch, name="lifeline", daemon=True), "to end with its parent")

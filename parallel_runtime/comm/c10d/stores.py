@@ -5,6 +5,7 @@ import resource
 import socket
 from datetime import timedelta
 from pathlib import Path
+from threading import Thread
 from typing import Final, TypeAlias, final
 
 from torch._C import _distributed_c10d as c10d
@@ -29,6 +30,8 @@ Store: TypeAlias = c10d.Store
 
 _STORE_START_S: Final = 5.0
 """How long a store may take to answer its own process."""
+_RESOLVER_S: Final = 10.0
+"""How long a name service may keep torch, which asks it for the name of every connection (of 127.0.0.1, too)."""
 _STORE_DESCRIPTORS: Final = 12
 _CLIENT_DESCRIPTORS: Final = 2
 
@@ -106,20 +109,54 @@ def connect_store(host: str, port: int, *, timeout_s: float = 60.0) -> Store:
     Args:
         host: Where it listens.
         port: Its port.
-        timeout_s: How long to try, and the default patience of its gets, in seconds.
+        timeout_s: How long to try, and the default patience of its gets, in seconds. Where somebody listens, torch is given up to
+            20 s more: a slow name service delays it, though not for long.
 
     Returns:
         The store.
 
     Raises:
-        ConfigError: This process may open too few descriptors.
-        PeerTimeoutError: Nobody answered within ``timeout_s``.
+        ConfigError: This process may open too few descriptors, or have no other thread.
+        PeerTimeoutError: Nobody answered in time, or nobody that speaks as a store does.
     """
     need_descriptors(_CLIENT_DESCRIPTORS, "to reach a store")
+    found: list[Store] = []
+    errors: list[RuntimeError] = []
+
+    def connect() -> None:
+        for limit_s in (timeout_s, _RESOLVER_S):
+            limit = timedelta(seconds=limit_s)
+            try:
+                found.append(c10d.TCPStore(host, port, is_master=False, timeout=limit, wait_for_workers=False))
+                return
+            except RuntimeError as exc:
+                errors.append(exc)
+            if not _listens(host, port):
+                return
+
+    attempt = Thread(target=connect, name="parallel-runtime-connect", daemon=True)  # torch waits for ever for one that is silent
     try:
-        return c10d.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
+        attempt.start()
     except RuntimeError as exc:
-        raise PeerTimeoutError(f"no store answered at {host}:{port} within {timeout_s:g} s; is rank 0 running?") from exc
+        raise ConfigError(f"to reach a store, a thread is needed, but this process got none ({exc})") from exc
+    attempt.join(timeout_s + 2 * _RESOLVER_S)
+    if found:
+        found[0].set_timeout(timedelta(seconds=timeout_s))
+        return found[0]
+    if attempt.is_alive():
+        raise PeerTimeoutError(
+            f"somebody listens at {host}:{port}, but does not answer as a store of torch does; is it another one's port?"
+        )
+    raise PeerTimeoutError(f"no store answered at {host}:{port} within {timeout_s:g} s; is rank 0 running?") from errors[-1]
+
+
+def _listens(host: str, port: int) -> bool:
+    """Whether somebody accepts connections there."""
+    try:
+        with socket.create_connection((host, port), timeout=1.0):
+            return True
+    except OSError:
+        return False
 
 
 def need_descriptors(count: int, purpose: str) -> None:

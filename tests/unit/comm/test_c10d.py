@@ -2,6 +2,7 @@
 
 import gc
 import resource
+import socket
 import threading
 from datetime import timedelta
 from pathlib import Path
@@ -23,6 +24,7 @@ from parallel_runtime.comm import (
     prefix_store,
     wrap,
 )
+from parallel_runtime.comm.c10d import stores
 from parallel_runtime.errors import ArgumentError, ConfigError, PeerError, PeerLostError, PeerTimeoutError
 from tests.spmd.worlds import World
 
@@ -45,6 +47,32 @@ def test_members_and_backends_that_do_not_fit() -> None:
             C10dCommunicator(hash_store(), "k", 0, 2, backend="nccl")
     with pytest.raises(ArgumentError, match=r"gloo cannot listen on 'no.such.host.invalid'"):
         gloo_device("no.such.host.invalid")
+
+
+def test_who_listens_but_is_no_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's client would wait for the answer for ever."""
+    monkeypatch.setattr(stores, "_RESOLVER_S", 0.1)
+    with (
+        socket.create_server(("127.0.0.1", 0)) as silent,
+        pytest.raises(PeerTimeoutError, match=r"somebody listens at 127\.0\.0\.1:\d+, but does not answer as a store"),
+    ):
+        connect_store("127.0.0.1", silent.getsockname()[1], timeout_s=0.2)
+
+
+def test_a_slow_name_service_is_outwaited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch asks it for the name of every connection, and counts that as time to connect."""
+    hosted = listen_store()
+    limits: list[float] = []
+
+    def slow(host: str, port: int, *, timeout: timedelta, **settings: object) -> object:
+        limits.append(timeout.total_seconds())
+        if len(limits) == 1:
+            raise RuntimeError("The client socket has timed out after 200ms while trying to connect")
+        return hash_store()
+
+    monkeypatch.setattr("parallel_runtime.comm.c10d.stores.c10d.TCPStore", slow)
+    connect_store("127.0.0.1", hosted.port, timeout_s=0.2)
+    assert limits == [0.2, 10.0]
 
 
 def test_a_member_that_never_comes() -> None:

@@ -1,11 +1,12 @@
 """What an operation that fails tells about the other ranks, over every way to connect threads."""
 
+import errno
 import re
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from parallel_runtime.context.control import Answering, ask, ask_all
 from parallel_runtime.context.meeting import Meeting
 from parallel_runtime.context.monitor import Monitor
 from parallel_runtime.context.reports import Report, stack_of
-from parallel_runtime.errors import CollectiveMismatchError, PeerError, PeerTimeoutError
+from parallel_runtime.errors import CollectiveMismatchError, ConfigError, PeerError, PeerTimeoutError
 from parallel_runtime.launch import run_threads
 from parallel_runtime.terms import Rank
 
@@ -244,6 +245,58 @@ def test_an_answer_that_is_none_is_an_os_error() -> None:
             ask(address, 5.0)
     finally:
         answering.close()
+
+
+def test_where_no_rank_can_answer_is_told() -> None:
+    with pytest.raises(ConfigError, match=r"answers for itself at 192\.0\.2\.1, which is not possible here: .*address"):
+        Answering("192.0.2.1", "here")
+
+
+def test_a_monitor_outlives_a_moment_without_descriptors() -> None:
+    answering = Answering("127.0.0.1", "here")
+    looked = threading.Event()
+    address = answering.add(lambda: b"{}", looked.set)
+
+    class _Full:
+        def __init__(self, listener: socket.socket) -> None:
+            self._listener = listener
+            self.calls = 0
+
+        def accept(self) -> tuple[socket.socket, object]:
+            self.calls += 1
+            if self.calls < 3:
+                raise OSError(errno.EMFILE, "Too many open files")
+            return self._listener.accept()
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(self._listener, name)
+
+    full = answering.__dict__["_listener"] = _Full(answering._listener)
+    try:
+        assert looked.wait(20)
+        until = time.monotonic() + 20
+        while full.calls < 4 and time.monotonic() < until:
+            ask_all({0: address}, 1.0)
+        assert full.calls >= 4
+    finally:
+        answering.close()
+    assert not answering._thread.is_alive()
+
+
+def test_blame_follows_one_that_went_while_it_was_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 blames rank 2 as it leaves: after the first look at who is gone, before it can be asked."""
+    hub, store = LocalHub(3), hash_store()
+    mine = Monitor(meeting_of(store, 0), host="here", address="", hub=hub)
+
+    def leaves(ranks: Sequence[int], timeout_s: float = 1.0) -> dict[int, Report]:
+        room = meeting_of(store, 1).room
+        room.set("blamed/1", "[2]")
+        room.set("left/1", "PeerTimeoutError: waited for rank 2")
+        room.set("departed", "somebody")
+        return {}
+
+    monkeypatch.setattr(mine, "reports", leaves)
+    assert mine._culprits([1]) == (2,)
 
 
 def test_a_monitor_frees_its_thread_and_its_socket() -> None:
