@@ -1,6 +1,5 @@
 """The pages about plans, launchers and the command show real output."""
 
-import doctest
 import re
 from pathlib import Path
 
@@ -29,11 +28,6 @@ def test_a_shown_command_prints_what_is_shown(page: str, command: str, shown: st
     main(command.split())
     captured = capsys.readouterr()
     assert captured.out + captured.err == shown
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_shown_python_does_what_is_shown(page: str) -> None:
-    assert doctest.testfile(str(DOCS / page), module_relative=False).failed == 0
 
 
 @pytest.mark.parametrize(
