@@ -13,6 +13,7 @@ ParallelRuntimeError
 ├── PeerError (RuntimeError)                  another rank is at fault
 │   ├── PeerTimeoutError (TimeoutError)       a member did not take part within the deadline
 │   ├── PeerLostError (ConnectionError)       a member's process died or left the context
+│   │   └── EarlierFailureError               nothing more moves here since an earlier operation failed
 │   ├── CollectiveMismatchError               members entered different operations, shapes or dtypes
 │   ├── PeerFailedError                       a member reported a failure of its own (agreement, encoding)
 │   │   └── PeerEncodingError                 a member could not encode what it was to send (also a SerializationError)
@@ -35,6 +36,7 @@ __all__ = [
     "ContextStateError",
     "DimError",
     "DtypeError",
+    "EarlierFailureError",
     "GroupBusyError",
     "LaunchError",
     "LauncherEnvironmentError",
@@ -111,6 +113,10 @@ class PeerTimeoutError(PeerError, TimeoutError):
 
 class PeerLostError(PeerError, ConnectionError):
     """A member's process died or left the context."""
+
+
+class EarlierFailureError(PeerLostError):
+    """Nothing more moves here since an earlier operation failed; the text tells of that one."""
 
 
 class CollectiveMismatchError(PeerError):

@@ -77,7 +77,7 @@ class Channel(Generic[_T]):
             ContextStateError: The channel or its group is closed.
             SerializationError: ``value`` is not of the schema; nothing was sent but a note of it, which the receiver raises.
             CollectiveMismatchError: The peer opened the channel with another schema.
-            PeerError: The peer is late or gone.
+            PeerError: The peer is late or gone. Nothing more can be sent then: how much of it will arrive is not known.
         """
         limit_s = self._limit(timeout_s)
         outcome = self._encoded(value)
@@ -134,7 +134,8 @@ class Channel(Generic[_T]):
         if not self._is_open:
             raise ContextStateError(f"channel {self.name!r} of group {self._core.name} is closed")
         while self._sent and self._sent[0].is_confirmed():
-            self._sent.popleft().finish(1.0)
+            if error := self._sent.popleft().mismatch:
+                raise error
         return self._core.deadline(timeout_s, self._core.p2p_s)
 
     def _encoded(self, value: _T) -> Outcome:

@@ -23,7 +23,7 @@ from parallel_runtime.comm.frames import (
     read_frame,
 )
 from parallel_runtime.comm.outbox import Clock, Outbox, Sending
-from parallel_runtime.errors import CollectiveMismatchError, PeerEncodingError, PeerError, PeerLostError
+from parallel_runtime.errors import CollectiveMismatchError, PeerEncodingError, PeerError
 
 __all__ = ["NO_DIGEST", "Incoming", "Outcome", "attempt", "failed", "plane_of", "post", "take", "unpack"]
 
@@ -109,13 +109,12 @@ def post(
         The send.
 
     Raises:
-        PeerError: The oldest unconfirmed message of the stream failed.
+        PeerError: The oldest unconfirmed message of the stream failed, or an earlier one had.
     """
     outbox.reap()
     outbox.make_room(stream, limit_s)
     peer, base = stream
-    sent = core.traffic.streams.sent
-    sequence = sent[stream] = sent.get(stream, 0) + 1
+    sequence = core.traffic.streams.next_sent(stream)
     core.traffic.recorder.pass_message(True, stream, sequence)
     body, buffers = outcome.encoded
     kind = Kind.VALUE if outcome.error is None else Kind.ERROR
@@ -129,7 +128,7 @@ def post(
         work, moved = core.start_sending(buffer.clone() if copy else buffer, peer, base + 1)
         works.append(work)
         keep.append(moved)
-    sending = Sending(works, keep, core.control, stream, "a message")
+    sending = Sending(works, keep, core.control, core.traffic.streams, stream, "a message")
     outbox.add(sending)
     return sending
 
@@ -143,15 +142,14 @@ class Incoming:
         stream: (peer, base tag).
 
     Raises:
-        PeerLostError: An earlier receive of this stream failed.
+        EarlierFailureError: An earlier receive of this stream failed.
     """
 
     __slots__ = ("_core", "_frame", "_sequence", "_work", "stream")
 
     def __init__(self, core: GroupCore, stream: tuple[int, int]) -> None:
         streams = core.traffic.streams
-        if stream in streams.broken:
-            raise PeerLostError(f"nothing more can be received from member {stream[0]}: {streams.broken[stream]}")
+        streams.check_receivable(stream)
         self._core = core
         self.stream = stream
         self._frame = blank_frame()

@@ -3,6 +3,7 @@
 import logging
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from time import monotonic
 from typing import Final, final
 
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from parallel_runtime.comm.communicator import Communicator, Work
 from parallel_runtime.comm.frames import Kind, blank_frame, has_arrived, read_frame
+from parallel_runtime.comm.traffic import Streams
 from parallel_runtime.errors import CollectiveMismatchError, PeerError
 
 __all__ = ["CAPACITY", "Clock", "Outbox", "Sending"]
@@ -51,16 +53,24 @@ class Sending:
         works: The pieces under way.
         keep: Memory they read from.
         control: Receives the confirmation.
+        streams: Told where it does not come: what is sent later could not be told apart.
         stream: (peer, base tag); the confirmation travels on base tag + 2.
         what: For errors, like ``"float32[4]"``.
     """
 
-    __slots__ = ("_ack", "_ack_work", "_error", "_keep", "_what", "_works", "is_finished", "is_watched", "stream")
+    __slots__ = ("_ack", "_ack_work", "_error", "_keep", "_streams", "_what", "_works", "is_finished", "is_watched", "stream")
 
     def __init__(
-        self, works: list[Work], keep: Sequence[Tensor], control: Communicator, stream: tuple[int, int], what: str
+        self,
+        works: list[Work],
+        keep: Sequence[Tensor],
+        control: Communicator,
+        streams: Streams,
+        stream: tuple[int, int],
+        what: str,
     ) -> None:
         self.stream = stream
+        self._streams = streams
         self.is_finished = False
         self.is_watched = False
         self._works = works
@@ -73,6 +83,13 @@ class Sending:
     def is_confirmed(self) -> bool:
         """Whether ``finish`` would return at once. Never blocks."""
         return self.is_finished or has_arrived(self._ack) or self._ack_work.is_done()
+
+    @property
+    def mismatch(self) -> CollectiveMismatchError | None:
+        """What the receiver of a confirmed send had expected instead, if anything; other failures end the stream."""
+        with suppress(PeerError):
+            self.finish(1.0)
+        return self._error if isinstance(self._error, CollectiveMismatchError) else None
 
     def finish(self, limit_s: float) -> None:
         """Wait for the confirmation; a second call returns at once, or raises the same error again.
@@ -93,6 +110,7 @@ class Sending:
                     self._error = CollectiveMismatchError(f"sent {self._what} to member {self.stream[0]}: {text}")
             except PeerError as exc:
                 self._error = exc
+                self._streams.unconfirmed.setdefault(self.stream, str(exc))
             self.is_finished = True
             self._works, self._keep = [], ()
         if self._error is not None:

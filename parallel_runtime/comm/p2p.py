@@ -16,7 +16,7 @@ from parallel_runtime.comm.frames import Content, Kind, blank_frame, pack_frame,
 from parallel_runtime.comm.outbox import Clock, Outbox, Sending
 from parallel_runtime.comm.tensors import check_writable, dense, dtype_named, is_plain, overlap
 from parallel_runtime.comm.traffic import LANES
-from parallel_runtime.errors import ArgumentError, CollectiveMismatchError, PeerError, PeerLostError
+from parallel_runtime.errors import ArgumentError, CollectiveMismatchError, PeerError
 
 __all__ = ["MAX_TAG", "PointToPoint", "RecvHandle", "SendHandle", "check_peer", "check_tag"]
 
@@ -176,8 +176,7 @@ class PointToPoint:
         self._outbox.reap()
         core = self._core
         peer, base = stream
-        sent = core.traffic.streams.sent
-        sequence = sent[stream] = sent.get(stream, 0) + 1
+        sequence = core.traffic.streams.next_sent(stream, f", tag {_tag(base)}")
         core.traffic.recorder.pass_message(True, stream, sequence)
         about = msgspec.msgpack.encode((str(payload.dtype), tuple(payload.shape)))
         header, _ = pack_frame(bytearray(about), content=Content.TENSOR, sequence=sequence)
@@ -187,7 +186,8 @@ class PointToPoint:
             work, moved = core.start_sending(payload, peer, base + 1)
             works.append(work)
             keep.append(moved)
-        sending = Sending(works, keep, core.control, stream, f"{_text(payload.dtype, payload.shape)} with tag {_tag(base)}")
+        what = f"{_text(payload.dtype, payload.shape)} with tag {_tag(base)}"
+        sending = Sending(works, keep, core.control, core.traffic.streams, stream, what)
         self._outbox.add(sending)
         return sending
 
@@ -216,10 +216,7 @@ class _Receiving:
 
     def __init__(self, core: GroupCore, stream: tuple[int, int], out: Tensor | None) -> None:
         streams = core.traffic.streams
-        if stream in streams.broken:
-            raise PeerLostError(
-                f"nothing more can be received from member {stream[0]}, tag {_tag(stream[1])}: {streams.broken[stream]}"
-            )
+        streams.check_receivable(stream, f", tag {_tag(stream[1])}")
         self._core = core
         self._stream = stream
         self._out = out
@@ -250,8 +247,7 @@ class _Receiving:
         streams = self._core.traffic.streams
         peer, base = self._stream
         try:
-            if self._stream in streams.broken:
-                raise PeerLostError(f"nothing more can be received: {streams.broken[self._stream]}")
+            streams.check_receivable(self._stream)
             self._frame_work.wait(clock.left_s)
             self._take(clock)
         except PeerError as exc:

@@ -8,6 +8,7 @@ from typing import Any, Final, final
 
 from parallel_runtime.comm.diagnosis import Diagnostician
 from parallel_runtime.comm.recorder import Recorder
+from parallel_runtime.errors import EarlierFailureError
 
 __all__ = ["CONFIRMATIONS", "LANES", "MAIL_LANE", "Streams", "Traffic"]
 
@@ -30,19 +31,41 @@ class Streams:
         received: How many receives have been started.
         waiting: Receives that have not finished, oldest first.
         broken: Why nothing more can be received, where an earlier receive failed.
+        unconfirmed: Why nothing more can be sent, where the receiver did not confirm an earlier send.
         channels: Names of the open channels.
         posted: The next message of a channel that was looked for and not taken yet.
     """
 
-    __slots__ = ("broken", "channels", "posted", "received", "sent", "waiting")
+    __slots__ = ("broken", "channels", "posted", "received", "sent", "unconfirmed", "waiting")
 
     def __init__(self) -> None:
         self.sent: dict[tuple[int, int], int] = {}
         self.received: dict[tuple[int, int], int] = {}
         self.waiting: dict[tuple[int, int], deque[Any]] = {}
         self.broken: dict[tuple[int, int], str] = {}
+        self.unconfirmed: dict[tuple[int, int], str] = {}
         self.channels: dict[tuple[int, int], str] = {}
         self.posted: dict[tuple[int, int], Any] = {}
+
+    def check_receivable(self, stream: tuple[int, int], where: str = "") -> None:
+        """Check that earlier receives of ``stream`` went well; ``where`` tells its tag.
+
+        Raises:
+            EarlierFailureError: One did not.
+        """
+        if stream in self.broken:
+            raise EarlierFailureError(f"nothing more can be received from member {stream[0]}{where}: {self.broken[stream]}")
+
+    def next_sent(self, stream: tuple[int, int], where: str = "") -> int:
+        """The number of the message that is sent now; ``where`` tells its tag.
+
+        Raises:
+            EarlierFailureError: The receiver did not confirm an earlier one.
+        """
+        if stream in self.unconfirmed:
+            raise EarlierFailureError(f"nothing more can be sent to member {stream[0]}{where}: {self.unconfirmed[stream]}")
+        number = self.sent[stream] = self.sent.get(stream, 0) + 1
+        return number
 
 
 @final

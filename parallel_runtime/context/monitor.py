@@ -19,8 +19,9 @@ from parallel_runtime.context.control import Address, Answering, ask_all
 from parallel_runtime.context.meeting import Meeting
 from parallel_runtime.context.obituaries import obituary
 from parallel_runtime.context.reports import Report, awaited, make_report
+from parallel_runtime.context.statistics import Statistics
 from parallel_runtime.context.story import Departure, Evidence, tell
-from parallel_runtime.errors import CollectiveMismatchError, PeerError, PeerLostError, PeerTimeoutError
+from parallel_runtime.errors import CollectiveMismatchError, EarlierFailureError, PeerError, PeerLostError, PeerTimeoutError
 
 __all__ = ["Monitor"]
 
@@ -74,6 +75,7 @@ class Monitor(Diagnostician):
         self._blamed: tuple[int, ...] = ()
         self._blamed_at = 0.0
         self.alarm: Callable[[], PeerError | None] | None = None
+        self.counted: Callable[[], Statistics] | None = None
         self._parent = parent
         self._obituaries: Store | None = parent._obituaries if parent is not None else obituaries
         self._ends: dict[int, str] = {}
@@ -85,6 +87,14 @@ class Monitor(Diagnostician):
         self._answering = (parent and parent._answering) or Answering(address, host)
         self._address = self._answering.add(lambda: msgspec.json.encode(self.report()), self._look_at_waits)
         meeting.room.set(f"monitor/{meeting.rank}", self._address.to_json())
+
+    @property
+    def address(self) -> Address:
+        """Where this rank answers, also while its own thread is blocked. A thread of a hub begins to with the first question."""
+        if self._address is None:
+            self._answering = Answering("127.0.0.1", self._host)
+            self._address = self._answering.add(lambda: msgspec.json.encode(self.report()), lambda: None)
+        return self._address
 
     def watch(self, ranks: tuple[int, ...], data: Communicator, control: Communicator) -> None:
         """Take a connection into the reports, and end waits on it that are in vain.
@@ -133,6 +143,7 @@ class Monitor(Diagnostician):
             connections=dict(self._traffics),
             failures=tuple(self._failures),
             blamed=self._blamed if time.monotonic() - self._blamed_at < _FRESH_S else (),
+            counted=None if self.counted is None else self.counted(),
         )
 
     def reports(self, ranks: Sequence[int], timeout_s: float = _ASK_S) -> dict[int, Report]:
@@ -183,7 +194,8 @@ class Monitor(Diagnostician):
         if error := self._alarm():
             error.args = (f"{head}: {error}",)
             return error
-        if not (isinstance(failure.error, PeerTimeoutError | PeerLostError) or type(failure.error) is PeerError):
+        has_story = isinstance(failure.error, PeerTimeoutError | PeerLostError) or type(failure.error) is PeerError
+        if not has_story or isinstance(failure.error, EarlierFailureError):
             group = f"[members of {failure.group}: ranks {failure.ranks}]"
             error = type(failure.error)(f"{head}: {failure.error} {group}")
             blamed = failure.error.ranks or tuple(failure.ranks[member] for member in failure.error.members)

@@ -14,7 +14,7 @@ from torch._C import _distributed_c10d as c10d
 
 from parallel_runtime.comm.c10d.backends import torch_op
 from parallel_runtime.comm.communicator import Communicator, ReduceOp, Work
-from parallel_runtime.errors import PeerError, PeerLostError, PeerTimeoutError
+from parallel_runtime.errors import EarlierFailureError, PeerError, PeerLostError, PeerTimeoutError
 
 __all__ = ["Backend", "BackendWork"]
 
@@ -85,8 +85,9 @@ class Backend(Communicator):
         return timedelta(seconds=timeout_s + (_STANDSTILL_S if self.backend == "gloo" else 0.0))
 
     def _refuse(self) -> NoReturn:
-        why = f"this group can no longer be used: {self._broken}" if self._broken else "this communicator is closed"
-        raise PeerLostError(why)
+        if self._broken:
+            raise EarlierFailureError(f"this group can no longer be used: {self._broken}")
+        raise PeerLostError("this communicator is closed")
 
     def _start(self, call: Callable[[Any], c10d.Work], whom: str) -> c10d.Work:
         if self._group is None or self._broken:

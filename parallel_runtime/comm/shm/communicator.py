@@ -20,7 +20,15 @@ from parallel_runtime.comm.shm.steps import Steps, fingerprint
 from parallel_runtime.comm.shm.symmetric import SymmetricBuffer
 from parallel_runtime.comm.shm.waiting import Bells, Errands, Liveness, Waiter
 from parallel_runtime.comm.traffic import Traffic
-from parallel_runtime.errors import ArgumentError, ContextStateError, PeerError, PeerFailedError, PeerLostError, RendezvousError
+from parallel_runtime.errors import (
+    ArgumentError,
+    ContextStateError,
+    EarlierFailureError,
+    PeerError,
+    PeerFailedError,
+    PeerLostError,
+    RendezvousError,
+)
 
 __all__ = ["ShmCommunicator"]
 
@@ -342,7 +350,7 @@ class ShmCommunicator(Communicator):
 
     def _open(self) -> _Parts:
         if self._broken:
-            raise PeerLostError(f"this group takes part in nothing since an operation failed: {self._broken}")
+            raise EarlierFailureError(f"this group takes part in nothing since an operation failed: {self._broken}")
         if self._parts is None:
             raise ContextStateError("the shared memory of this group is closed")
         return self._parts

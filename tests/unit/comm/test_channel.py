@@ -1,5 +1,8 @@
 """Typed lines between two members."""
 
+import threading
+from functools import partial
+
 import msgspec
 import pytest
 import torch
@@ -9,7 +12,9 @@ from parallel_runtime.errors import (
     ArgumentError,
     CollectiveMismatchError,
     ContextStateError,
+    EarlierFailureError,
     PeerEncodingError,
+    PeerTimeoutError,
     SerializationError,
 )
 from tests.spmd.worlds import MAKERS, World
@@ -73,6 +78,37 @@ def test_a_full_line_waits_for_its_reader(kind: str) -> None:
                 assert len(group._outbox) <= 64
         else:
             assert [line.recv() for _ in range(200)] == list(range(200))
+
+    World(kind)(2, body)
+
+
+@pytest.mark.parametrize("kind", ["local", "shm"])
+@pytest.mark.parametrize("is_channel", [True, False])
+def test_a_line_without_room_is_over_and_says_so(kind: str, is_channel: bool) -> None:
+    is_full, is_over = threading.Event(), threading.Event()
+
+    def body(group: GroupCoordinator) -> None:
+        line = group.channel("line", int)
+        peer = 1 - group.rank_in_group
+        if group.is_last_rank:
+            assert is_full.wait(30)
+            got = [line.recv() if is_channel else group.recv_object(peer) for _ in range(64)]
+            assert got == list(range(64))
+            is_over.set()
+            assert group.recv_object(peer, tag=7) == "another line"
+            return
+        send = line.send if is_channel else partial(group.send_object, dst=peer)
+        for number in range(64):
+            send(number)
+        with pytest.raises(PeerTimeoutError, match=r"waited 0.\d+ s for|did not take part within 0.\d+ s"):
+            send(64, timeout_s=0.1)
+        with pytest.raises(EarlierFailureError, match=r"seq \d+ .*nothing more can be sent to member 1: .* 0.\d+ s"):
+            send(65)
+        is_full.set()
+        assert is_over.wait(30)
+        with pytest.raises(EarlierFailureError, match="nothing more can be sent to member 1"):
+            send(66)
+        group.send_object("another line", dst=peer, tag=7)
 
     World(kind)(2, body)
 

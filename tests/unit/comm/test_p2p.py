@@ -163,7 +163,7 @@ def test_after_a_failed_receive_the_stream_is_over() -> None:
             first.wait(0.1)
         with pytest.raises(PeerTimeoutError, match=r"waited 0.1 s for rank 0"):
             first.wait(0.1)
-        with pytest.raises(PeerLostError, match=r"nothing more can be received: waited 0.1 s"):
+        with pytest.raises(PeerLostError, match=r"nothing more can be received from member 0: waited 0.1 s"):
             second.wait()
         with pytest.raises(PeerLostError, match=r"nothing more can be received from member 0, tag 0: waited 0.1 s"):
             group.recv()
