@@ -2,7 +2,7 @@
 
 import os
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from enum import StrEnum
 from types import MappingProxyType
@@ -24,6 +24,7 @@ from parallel_runtime.context.groups import GroupTable
 from parallel_runtime.context.meeting import Meeting
 from parallel_runtime.context.monitor import Monitor
 from parallel_runtime.context.seeing import Seeing
+from parallel_runtime.context.statistics import Statistics
 from parallel_runtime.errors import ArgumentError, ContextStateError
 from parallel_runtime.terms import GROUP_NAMES, Rank
 from parallel_runtime.topology.hosts import Hosts
@@ -346,6 +347,13 @@ class ContextBase(Seeing):
     def _place(self) -> str:
         axes = (axis for axis in ("tp", "cp", "dp", "pp") if getattr(self._config, axis) > 1)
         return " ".join((*(f"{axis}={getattr(self.coordinate, axis)}" for axis in axes), f"on {self.host}"))
+
+    def _answer_address(self) -> str:
+        return "" if self._monitor is None else self._monitor.address.to_json()
+
+    def _tell_counts(self, read: Callable[[], Statistics]) -> None:
+        if self._monitor is not None:
+            self._monitor.counted = read
 
     def _connections(self) -> Mapping[tuple[Rank, ...], Connection]:
         return {} if self._table is None else self._table.connections

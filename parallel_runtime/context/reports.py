@@ -15,6 +15,7 @@ import torch
 from parallel_runtime.comm.core import GroupCore
 from parallel_runtime.comm.recorder import Record, describe
 from parallel_runtime.comm.traffic import Traffic
+from parallel_runtime.context.statistics import Statistics
 
 __all__ = ["Connected", "Done", "Report", "awaited", "make_report", "stack_of"]
 
@@ -84,6 +85,7 @@ class Report(msgspec.Struct, frozen=True):
         connections: What ran over each of its communicators.
         failures: The last operations that failed because of a peer, in one line each.
         blamed: World ranks at fault for a failure of a moment ago.
+        counted: What its groups did since it began to count; ``None`` where it does not.
     """
 
     rank: int
@@ -94,6 +96,7 @@ class Report(msgspec.Struct, frozen=True):
     connections: tuple[Connected, ...]
     failures: tuple[str, ...]
     blamed: tuple[int, ...] = ()
+    counted: Statistics | None = None
 
     def connected(self, ranks: tuple[int, ...]) -> Connected | None:
         """What ran between these ranks."""
@@ -141,6 +144,7 @@ def make_report(
     connections: Mapping[tuple[int, ...], Traffic],
     failures: Sequence[str],
     blamed: Sequence[int] = (),
+    counted: Statistics | None = None,
 ) -> Report:
     """Describe this rank. Touches no lock and no group, so it works while the rank's thread is blocked.
 
@@ -151,6 +155,7 @@ def make_report(
         connections: Traffic of its communicators, by members.
         failures: What it has noticed so far.
         blamed: World ranks at fault for a failure of a moment ago.
+        counted: What its groups did, where that is counted.
 
     Returns:
         The report.
@@ -172,6 +177,7 @@ def make_report(
         ),
         failures=tuple(failures),
         blamed=tuple(blamed),
+        counted=counted,
     )
 
 

@@ -2,7 +2,7 @@
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from time import perf_counter
 
@@ -27,7 +27,7 @@ class Seeing(ABC):
     def start_stats(self) -> None:
         """Count this rank's operations from now on; what was counted before is forgotten.
 
-        Counting costs every operation half a microsecond, so it begins when it is asked for.
+        Counting costs every operation one to two microseconds, so it begins when it is asked for.
 
         Raises:
             ContextStateError: The context is not open, or was opened by another process.
@@ -35,8 +35,10 @@ class Seeing(ABC):
         self._check_open()
         if self._counter is not None:
             self._counter.stop()
-        self._counter = OperationCounter(perf_counter())
-        self._follow_all(self._counter)
+        counter, rank = OperationCounter(perf_counter()), self.world.rank
+        self._counter = counter
+        self._follow_all(counter)
+        self._tell_counts(lambda: counter.read(rank, perf_counter()))
 
     def stats(self) -> Statistics:
         """What this rank's groups did since ``start_stats``. Communicates nothing.
@@ -51,6 +53,19 @@ class Seeing(ABC):
         if self._counter is None:
             raise ContextStateError("nothing was counted: call `context.start_stats()` before what stats() is to tell of")
         return self._counter.read(self.world.rank, perf_counter())
+
+    def answers_at(self) -> str:
+        """Where this rank tells, also while its own thread is blocked, in which operation of which group it is.
+
+        Returns:
+            For ``Address.from_json`` and ``ask`` of ``context.control``, in any process. It holds a secret. ``""``
+            in a world of one, which has no groups to tell of.
+
+        Raises:
+            ContextStateError: The context is not open.
+        """
+        self._check_open()
+        return self._answer_address()
 
     @contextmanager
     def trace(self, path: str | os.PathLike[str]) -> Iterator[Recording]:
@@ -117,6 +132,13 @@ class Seeing(ABC):
     @abstractmethod
     def _connections(self) -> Mapping[tuple[Rank, ...], Connection]:
         """What its groups move their data with, by world ranks in group order."""
+
+    @abstractmethod
+    def _answer_address(self) -> str: ...
+
+    @abstractmethod
+    def _tell_counts(self, read: Callable[[], Statistics]) -> None:
+        """Let whoever asks this rank from outside know what it counts."""
 
     def _follow_all(self, follower: OperationCounter | Recording) -> None:
         for ranks, connection in self._connections().items():

@@ -7,7 +7,7 @@ the codec alone. Bytes on the wire are another matter: they depend on the commun
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import prod
 from typing import Final, final
@@ -15,9 +15,10 @@ from typing import Final, final
 from parallel_runtime.comm.recorder import Entry, Passed
 from parallel_runtime.config.plan_text import Table, format_bytes, format_ranks, render_tables
 from parallel_runtime.context.connectors import Connection
+from parallel_runtime.context.prometheus import family
 from parallel_runtime.terms import Rank
 
-__all__ = ["WAIT_TELLERS", "OperationCounter", "OperationStatistics", "Statistics"]
+__all__ = ["WAIT_TELLERS", "OperationCounter", "OperationStatistics", "Statistics", "operation_lines"]
 
 WAIT_TELLERS: Final = frozenset(("shm", "local"))
 """Kinds of communicators that know how long they waited for peers."""
@@ -98,15 +99,7 @@ class Statistics:
         Returns:
             Text that ends with a newline.
         """
-        lines: list[str] = []
-        for name, text, attribute in _METRICS:
-            lines += [f"# HELP {prefix}{name} {text}", f"# TYPE {prefix}{name} counter"]
-            for each in self.operations:
-                value = getattr(each, attribute)
-                if value is not None:
-                    named = {**(labels or {}), "rank": str(self.rank), "group": each.group, "operation": each.operation}
-                    lines.append(f"{prefix}{name}{{{_labels(named)}}} {value}")
-        return "\n".join(lines) + "\n"
+        return "\n".join(operation_lines([(labels or {}, self)], prefix=prefix)) + "\n"
 
     def __str__(self) -> str:
         return render_tables([self.table()])
@@ -116,6 +109,26 @@ class Statistics:
         share = f"{each.seconds / self.elapsed_s:.1%}" if self.elapsed_s else "-"
         size, took = format_bytes(each.nbytes), f"{each.seconds * 1e3:.2f}"
         return (each.group, format_ranks(each.ranks), each.operation, f"{each.calls:,}", size, took, share, waiting)
+
+
+def operation_lines(counted: Iterable[tuple[Mapping[str, str], Statistics]], *, prefix: str) -> Iterator[str]:
+    """Write what several ranks counted as Prometheus's text format.
+
+    Args:
+        counted: Further labels, and what one rank counted.
+        prefix: In front of every name.
+
+    Yields:
+        Lines, without their ends.
+    """
+    told = [
+        ({**labels, "rank": str(each.rank), "group": operation.group, "operation": operation.operation}, operation)
+        for labels, each in counted
+        for operation in each.operations
+    ]
+    for name, text, attribute in _METRICS:
+        samples = ((labels, value) for labels, each in told if (value := getattr(each, attribute)) is not None)
+        yield from family(f"{prefix}{name}", "counter", text, samples)
 
 
 @final
@@ -161,20 +174,40 @@ class OperationCounter:
         return Statistics(rank=rank, elapsed_s=now_s - self._start_s, operations=operations)
 
 
+class _Sums:
+    """Of one operation of one group."""
+
+    __slots__ = ("calls", "nbytes", "seconds", "tells_waiting", "waited_s")
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.nbytes = 0
+        self.seconds = 0.0
+        self.waited_s = 0.0
+        self.tells_waiting = True
+
+
 class _Totals:
     """Sums of one connection, by group and operation."""
 
     def __init__(self, ranks: tuple[Rank, ...]) -> None:
         self._ranks = ranks
-        self._sums: dict[tuple[str, str], tuple[int, int, float, float | None]] = {}
+        self._sums: dict[tuple[str, str], _Sums] = {}
 
     def note(self, entry: Entry, seconds: float, waited_s: float | None, passed: Sequence[Passed]) -> None:
         del passed
-        group, _, operation, dtype, shape, _ = entry
-        nbytes = 0 if dtype is None else prod(shape) * dtype.itemsize
-        calls, moved, spent, waited = self._sums.get((group, operation), (0, 0, 0.0, 0.0))
-        total = None if waited is None or waited_s is None else waited + waited_s
-        self._sums[group, operation] = (calls + 1, moved + nbytes, spent + seconds, total)
+        key = (entry[0], entry[2])
+        sums = self._sums.get(key)
+        if sums is None:
+            sums = self._sums[key] = _Sums()
+        sums.calls += 1
+        sums.seconds += seconds
+        if (dtype := entry[3]) is not None:
+            sums.nbytes += prod(entry[4]) * dtype.itemsize
+        if waited_s is None:
+            sums.tells_waiting = False
+        elif waited_s:
+            sums.waited_s += waited_s
 
     def read(self) -> list[OperationStatistics]:
         return [
@@ -182,17 +215,10 @@ class _Totals:
                 group=group,
                 ranks=self._ranks,
                 operation=operation,
-                calls=calls,
-                nbytes=nbytes,
-                seconds=seconds,
-                waited_s=waited_s,
+                calls=sums.calls,
+                nbytes=sums.nbytes,
+                seconds=sums.seconds,
+                waited_s=sums.waited_s if sums.tells_waiting else None,
             )
-            for (group, operation), (calls, nbytes, seconds, waited_s) in tuple(self._sums.items())
+            for (group, operation), sums in tuple(self._sums.items())
         ]
-
-
-def _labels(labels: Mapping[str, str]) -> str:
-    def escaped(value: str) -> str:
-        return value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
-
-    return ",".join(f'{name}="{escaped(value)}"' for name, value in labels.items())

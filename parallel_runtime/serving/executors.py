@@ -59,6 +59,8 @@ def serve_rank(ctx: ParallelContext, model: str, config: ServingConfig, links: S
     coordinate = ctx.coordinate
     leads = coordinate.tp == coordinate.cp == coordinate.pp == 0
     link = links[coordinate.dp] if leads else None
+    if config.count_operations:
+        ctx.start_stats()
     try:
         worker = TpModelWorker(ctx, model=model, config=config)
         Scheduler(ctx, worker, link=link).run()

@@ -156,6 +156,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
         max_request_tokens: Longest prompt plus new tokens that one request may have.
         vocab_size: Token ids below this exist.
         ranks: One line per rank of this replica: who it is and what its groups run on.
+        addresses: Where each of them tells what it does, as ``ParallelContext.answers_at`` says.
     """
 
     dp_rank: int
@@ -164,6 +165,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     max_request_tokens: int
     vocab_size: int
     ranks: tuple[str, ...] = ()
+    addresses: tuple[str, ...] = ()
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True):

@@ -69,6 +69,7 @@ class Scheduler:
         self._lockstep = Lockstep(ctx.dp) if link is not None and worker.is_in_lockstep else None
         self._control_s = ctx.config.deadlines.control_s
         self._dp_rank = ctx.coordinate.dp
+        self._answers_at = ctx.answers_at()
         self._is_starved = False
         self._steps: list[Channel[Step]] = _open_lines(worker.replica, "steps", Step)
         self._controls: list[Channel[Control]] = _open_lines(worker.replica, "controls", Control)
@@ -111,7 +112,7 @@ class Scheduler:
         return step.shutdown
 
     def _say_ready(self) -> None:
-        ranks = self._worker.replica.all_gather_object(self._worker.describe())
+        told = self._worker.replica.all_gather_object((self._worker.describe(), self._answers_at))
         if self._desk is not None:
             limits = self._worker.limits
             ready = Ready(
@@ -120,7 +121,8 @@ class Scheduler:
                 page_size=limits.page_size,
                 max_request_tokens=limits.max_request_tokens,
                 vocab_size=self._worker.vocab_size,
-                ranks=tuple(ranks),
+                ranks=tuple(line for line, _ in told),
+                addresses=tuple(address for _, address in told),
             )
             self._desk.send(ready)
 

@@ -31,6 +31,7 @@ class ServingConfig(FrozenModel):
         prefix_reuse: Whether full blocks of KV cache are kept for later prompts that begin alike.
         decode_graphs: Whether steps of one new token per request are captured as device graphs when a worker starts, and
             replayed: on CUDA, for models without experts, whose sequences are not cut. Costs time at the start, saves it later.
+        count_operations: Whether every rank counts calls, bytes, seconds and waits of its groups' operations, for ``/metrics``.
         balance: How requests are spread over the data-parallel ranks of all replicas.
         seed: Base of the random streams of requests without a seed of their own; ``None`` draws one.
 
@@ -49,5 +50,6 @@ class ServingConfig(FrozenModel):
     max_request_tokens: int | None = Field(default=None, ge=2)
     prefix_reuse: bool = True
     decode_graphs: bool = True
+    count_operations: bool = False
     balance: Literal["round_robin", "least_requests", "least_tokens", "prefix_affinity"] = "least_requests"
     seed: int | None = Field(default=None, ge=0, lt=2**63)

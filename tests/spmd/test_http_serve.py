@@ -47,6 +47,11 @@ class Command:
     def get(self, path: str) -> httpx2.Response:
         return httpx2.get(f"{self.url}{path}", timeout=LIMIT_S)
 
+    def doing(self) -> list[dict[str, Any]]:
+        """What the ranks of the first replica are in."""
+        (leader,) = self.get("/status").json()["replicas"][0]["leaders"]
+        return list(leader["doing"])
+
     def pids(self) -> list[int]:
         """Of the ranks, replica by replica."""
         ranks = [
@@ -128,7 +133,11 @@ def test_a_second_signal_ends_running_answers(model: Path) -> None:
 def test_a_killed_rank_of_the_only_replica_ends_the_server(model: Path) -> None:
     with serve(model, "--tp", "2") as command:
         with stream(command, 2000) as chunks:
-            os.kill(command.pids()[1], signal.SIGKILL)
+            stopped = command.pids()[1]
+            os.kill(stopped, signal.SIGSTOP)
+            wait_until(lambda: [doing["is_silent"] for doing in command.doing()] == [False, True])
+            wait_until(lambda: "all_reduce" in (command.doing()[0]["operation"] or ""))  # the page tells who waits for whom
+            os.kill(stopped, signal.SIGKILL)
             with pytest.raises(Exception, match=r"rank 1 .*SIGKILL"):
                 list(chunks)
         status, said = command.ended()

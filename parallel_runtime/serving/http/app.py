@@ -122,6 +122,7 @@ def _metrics(service: Service) -> _Endpoint:
             service.engine.metrics(),
             states=service.replicas,
             ranks=await service.ranks(),
+            counted=await service.counted(),
             responses=service.live.num_responses,
             num_live=len(service.live),
         )

@@ -3,6 +3,8 @@
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Final
 
+from parallel_runtime.context.prometheus import family
+from parallel_runtime.context.statistics import Statistics, operation_lines
 from parallel_runtime.serving.controls import Status
 from parallel_runtime.serving.metrics import Histogram, MetricsSnapshot
 from parallel_runtime.serving.supervision import ReplicaState
@@ -29,6 +31,7 @@ def metrics_text(
     ranks: Mapping[int, Status],
     responses: Mapping[tuple[str, int], int],
     num_live: int,
+    counted: Iterable[tuple[Mapping[str, str], Statistics]] = (),
 ) -> str:
     """Write metrics down.
 
@@ -38,6 +41,7 @@ def metrics_text(
         ranks: Of the data-parallel ranks that have answered, by number.
         responses: HTTP responses so far, by path and status.
         num_live: HTTP requests for answers under way.
+        counted: Labels of a rank, and what its groups did, of ranks that count it.
 
     Returns:
         Prometheus's text format.
@@ -64,14 +68,13 @@ def metrics_text(
     add(_family("http_requests_live", "gauge", "HTTP requests for answers under way.", [({}, num_live)]))
     counts = [({"path": path, "status": str(status)}, count) for (path, status), count in sorted(responses.items())]
     add(_family("http_responses_total", "counter", "HTTP responses.", counts))
+    if counted := list(counted):
+        add(operation_lines(counted, prefix=_PREFIX))
     return "\n".join(lines) + "\n"
 
 
 def _family(name: str, kind: str, text: str, samples: Iterable[tuple[Mapping[str, str], float]]) -> Iterator[str]:
-    yield f"# HELP {_PREFIX}{name} {text}"
-    yield f"# TYPE {_PREFIX}{name} {kind}"
-    for labels, value in samples:
-        yield f"{_PREFIX}{name}{_labels(labels)} {value}"
+    return family(f"{_PREFIX}{name}", kind, text, samples)
 
 
 def _histogram(name: str, text: str, histogram: Histogram) -> Iterator[str]:
@@ -83,11 +86,3 @@ def _histogram(name: str, text: str, histogram: Histogram) -> Iterator[str]:
         yield f'{_PREFIX}{name}_bucket{{le="{bound}"}} {total}'
     yield f"{_PREFIX}{name}_sum {histogram.sum_s}"
     yield f"{_PREFIX}{name}_count {total}"
-
-
-def _labels(labels: Mapping[str, str]) -> str:
-    return "{" + ",".join(f'{name}="{_escaped(value)}"' for name, value in labels.items()) + "}" if labels else ""
-
-
-def _escaped(value: str) -> str:
-    return value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")

@@ -7,6 +7,9 @@ from enum import StrEnum
 from pathlib import PurePath
 from typing import final
 
+from parallel_runtime.context.control import Address, ask_all
+from parallel_runtime.context.reports import Report
+from parallel_runtime.context.statistics import Statistics
 from parallel_runtime.errors import ParallelRuntimeError
 from parallel_runtime.serving.async_engine import AsyncEngine
 from parallel_runtime.serving.controls import Status
@@ -65,6 +68,9 @@ class Service:
         self._ranks: Mapping[int, Status] = {}
         self._asked_s = -_FRESH_S
         self._asking: asyncio.Task[None] | None = None
+        self._reports: Mapping[tuple[int, int], Report] = {}
+        self._reported_s = -_FRESH_S
+        self._reporting: asyncio.Task[None] | None = None
 
     @property
     def replicas(self) -> tuple[ReplicaState, ...]:
@@ -134,14 +140,46 @@ class Service:
             await asyncio.wait((self._asking,), timeout=_ANSWER_S)
         return self._ranks
 
+    async def reports(self) -> Mapping[tuple[int, int], Report]:
+        """What the ranks say of themselves, at most a second old; also of those that hang.
+
+        Returns:
+            By data-parallel rank through all replicas, and place in what its leader leads; none for those that do not answer.
+        """
+        if time.monotonic() - self._reported_s >= _FRESH_S:
+            if self._reporting is None or self._reporting.done():
+                self._reporting = asyncio.create_task(self._collect_reports())
+            await asyncio.wait((self._reporting,), timeout=_ANSWER_S)
+        return self._reports
+
+    async def counted(self) -> list[tuple[Mapping[str, str], Statistics]]:
+        """What the groups of each rank did, with a label that tells its replica; nothing where ranks do not count."""
+        config = self.engine.engine.config
+        if not config.serving.count_operations:
+            return []
+        reports, dp = await self.reports(), config.parallel.dp
+        told = ((place // dp, report.counted) for (place, _), report in sorted(reports.items()))
+        return [({"replica": str(replica)}, counted) for replica, counted in told if counted is not None]
+
     def tick(self) -> None:
         """Note how fast tokens come; to be called a few times a second."""
         self.rates.note(self.engine.metrics().num_new_tokens, time.monotonic())
 
     async def close(self) -> None:
-        """Wait for a question that is under way."""
-        if self._asking is not None:
-            await asyncio.wait((self._asking,))
+        """Wait for questions that are under way."""
+        for task in (self._asking, self._reporting):
+            if task is not None:
+                await asyncio.wait((task,))
+
+    async def _collect_reports(self) -> None:
+        addresses = {
+            (place, index): Address.from_json(address)
+            for place, ready in enumerate(self.engine.replicas)
+            for index, address in enumerate(ready.addresses)
+            if address
+        }
+        self._reports = await asyncio.to_thread(ask_all, addresses, _ANSWER_S)
+        self._reported_s = time.monotonic()
 
     async def _ask(self) -> None:
         dp = self.engine.engine.parallel.dp

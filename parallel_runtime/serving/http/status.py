@@ -3,6 +3,7 @@
 import time
 from typing import Any
 
+from parallel_runtime.context.reports import Report
 from parallel_runtime.serving.http.live import LiveRequest
 from parallel_runtime.serving.http.service import Service
 from parallel_runtime.serving.metrics import Histogram
@@ -49,7 +50,7 @@ async def status_report(service: Service) -> dict[str, Any]:
 
 
 async def _replicas(service: Service) -> list[dict[str, Any]]:
-    told, ready = await service.ranks(), service.engine.replicas
+    told, ready, reports = await service.ranks(), service.engine.replicas, await service.reports()
     dp = service.engine.engine.parallel.dp
     replicas = []
     for number, state in enumerate(service.replicas):
@@ -61,6 +62,11 @@ async def _replicas(service: Service) -> list[dict[str, Any]]:
                 {
                     "dp_rank": place,
                     "ranks": said.ranks if said else (),
+                    "doing": [
+                        _doing(reports.get((place, index))) if address else None for index, address in enumerate(said.addresses)
+                    ]
+                    if said
+                    else (),
                     "num_blocks": said.num_blocks if said else None,
                     "page_size": said.page_size if said else None,
                     "max_request_tokens": said.max_request_tokens if said else None,
@@ -75,6 +81,20 @@ async def _replicas(service: Service) -> list[dict[str, Any]]:
             )
         replicas.append({"number": number, "state": state, "leaders": leaders})
     return replicas
+
+
+def _doing(report: Report | None) -> dict[str, Any]:
+    """Which operation a rank is in right now, or where its program is."""
+    if report is None:
+        return {"is_silent": True, "operation": None, "seconds": None, "place": None, "failures": ()}
+    current = next((each.current for each in report.connections if each.current is not None), None)
+    return {
+        "is_silent": False,
+        "operation": report.inside or None,
+        "seconds": None if current is None or not report.inside else current.seconds,
+        "place": report.stack[-1] if report.stack else None,
+        "failures": report.failures,
+    }
 
 
 def _groups(service: Service) -> list[dict[str, Any]]:

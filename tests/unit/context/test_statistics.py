@@ -1,15 +1,18 @@
 """Counting what groups do."""
 
 import json
+import time
+from typing import Any
 
 import pytest
 import torch
 
 from parallel_runtime.config import ParallelConfig
 from parallel_runtime.context import ParallelContext
+from parallel_runtime.context.control import Address, ask
 from parallel_runtime.context.statistics import OperationStatistics, Statistics
 from parallel_runtime.errors import ContextStateError
-from parallel_runtime.launch import run_threads
+from parallel_runtime.launch import launch, run_threads
 
 
 def _count(ctx: ParallelContext) -> Statistics:
@@ -54,12 +57,39 @@ def test_starting_again_forgets_what_was_counted() -> None:
     assert run_threads(run, ParallelConfig(tp=2)) == [(1, 2), (1, 2)]
 
 
+@pytest.mark.parametrize("start", [run_threads, pytest.param(launch, marks=pytest.mark.processes)])
+def test_a_rank_tells_its_counts_and_its_operation_to_whoever_has_its_address(start: Any) -> None:
+    for told in start(_ask_the_other, ParallelConfig(tp=2)):
+        inside, calls = told
+        assert inside.startswith("world#0 seq ")
+        assert calls == 3
+
+
+def _ask_the_other(ctx: ParallelContext) -> tuple[str, int]:
+    ctx.start_stats()
+    for _ in range(3):
+        ctx.tp.all_reduce_(torch.ones(2))
+    addresses = ctx.world.all_gather_object(ctx.answers_at())
+    inside, calls = "", 0
+    for turn in range(2):  # one asks while the other waits for it
+        if turn == ctx.rank:
+            until = time.monotonic() + 20
+            while not inside and time.monotonic() < until:
+                report = ask(Address.from_json(addresses[1 - turn]), 5.0)
+                inside = report.inside
+            assert report.counted is not None
+            calls = sum(each.calls for each in report.counted.operations if each.operation == "all_reduce_")
+        ctx.world.barrier()
+    return inside, calls
+
+
 def test_nothing_is_told_before_counting_has_begun() -> None:
     with ParallelContext(ParallelConfig()) as ctx:
         with pytest.raises(ContextStateError, match=r"nothing was counted: call `context.start_stats\(\)`"):
             ctx.stats()
         ctx.start_stats()
         assert ctx.stats().operations == ()
+        assert ctx.answers_at() == ""
     with pytest.raises(ContextStateError, match="closed"):
         ctx.start_stats()
 

@@ -96,6 +96,27 @@ def test_status_tells_ranks_groups_and_requests(server: Served) -> None:
     assert told["sizes"]["tp"] == 2
 
 
+def test_live_operations_of_ranks_and_what_their_groups_did_are_told(model: Path) -> None:
+    with served(model, serving={"count_operations": True}) as server:
+        server.openai.completions.create(model="tiny", prompt="Hello", max_tokens=4)
+        server.until_idle()
+        (leader,) = server.http.get("/status").json()["replicas"][0]["leaders"]
+        sleeping, waiting = leader["doing"]
+        assert (sleeping["operation"], sleeping["is_silent"], sleeping["failures"]) == (None, False, [])
+        assert "channel 'steps' recv from member 0" in waiting["operation"]
+        assert waiting["seconds"] >= 0
+        samples = [line for line in server.http.get("/metrics").text.splitlines() if line.startswith("parallel_runtime_operat")]
+    for rank in (0, 1):
+        found = [line for line in samples if f'{{replica="0",rank="{rank}",group="tp#0",operation="all_reduce_"}}' in line]
+        assert [line.split("{")[0].removeprefix("parallel_runtime_") for line in found] == [
+            "operations_total",
+            "operation_bytes_total",
+            "operation_seconds_total",
+            "operation_waited_seconds_total",
+        ]
+        assert all(float(line.split()[-1]) > 0 for line in found[:3])
+
+
 def test_a_key_is_wanted_everywhere_but_for_health_and_the_empty_page(model: Path) -> None:
     with served(model, api_key=SecretStr("sk-1")) as server:
         for path in ("/v1/models", "/metrics", "/status", "/v1/completions"):
