@@ -120,7 +120,7 @@ class ResidualSum:
 
         Collective: one all_reduce of ``(T, D)``; all members, same order.
         """
-        hidden_TD = residual_TD + layer(x_TI)
+        hidden_TD = layer.add_to(residual_TD, x_TI)
         return hidden_TD, hidden_TD if norm is None else norm(hidden_TD)
 
     def _share(self, slot: _Slot, out_TD: Tensor, bias_D: Tensor | None, residual_TD: Tensor) -> None:

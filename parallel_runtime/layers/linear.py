@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from parallel_runtime.comm import GroupCoordinator
 from parallel_runtime.errors import ArgumentError
 from parallel_runtime.layers.columns import ColumnPiece, ParallelColumns, gather_rows
-from parallel_runtime.layers.packing import PackableLayer, apply_linear, dense
+from parallel_runtime.layers.packing import PackableLayer, add_linear, apply_linear, dense
 from parallel_runtime.layers.regions import reduce_from_group
 from parallel_runtime.layers.sources import TensorSource, check_shape, span
 from parallel_runtime.topology.shards import HeadShard, Uneven, split_heads, split_intermediate
@@ -189,6 +189,20 @@ class RowParallelLinear(PackableLayer):
         """
         out = reduce_from_group(self.partial(x), self.tp)
         return out if self.bias is None else out + self.bias
+
+    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        """``residual`` plus the layer's output.
+
+        Args:
+            residual: ``(..., out_features)``, equal on every member.
+            x: ``(..., local inputs)``.
+
+        Returns:
+            New tensor ``(..., out_features)``, equal on every member.
+
+        Collective: as ``forward``.
+        """
+        return add_linear(residual, x, self.weight, self.bias) if self.tp.world_size == 1 else residual + self.forward(x)
 
     def partial(self, x: Tensor) -> Tensor:
         """This member's summand, for callers that add more to it before the sum. The bias is left out.

@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from parallel_runtime.errors import ArgumentError
 
-__all__ = ["PackableLayer", "apply_linear", "can_pack", "dense", "missing_rows", "pad_rows"]
+__all__ = ["PackableLayer", "add_linear", "apply_linear", "can_pack", "dense", "missing_rows", "pad_rows"]
 
 _NO_SCALARS: Final[tuple[float, ...]] = ()
 _LEAST_ROWS: Final = 4
@@ -80,6 +80,28 @@ def apply_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
         x = pad_rows(x, num_padding)
     out: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, "none", _NO_SCALARS, "")
     return out[:-num_padding] if num_padding else out
+
+
+def add_linear(residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``r + x A^T + b``: one operation where A is packed and there are rows enough.
+
+    Args:
+        residual: ``(T, outputs)``, r.
+        x: ``(T, inputs)``.
+        weight: ``(outputs, inputs)``.
+        bias: ``(outputs,)``.
+
+    Returns:
+        New tensor ``(T, outputs)``.
+
+    Raises:
+        ArgumentError: A gradient is wanted through a packed weight.
+    """
+    is_one = weight.is_mkldnn and x.dim() == 2 and x.shape[0] >= _LEAST_ROWS and residual.is_contiguous()
+    if not is_one or (torch.is_grad_enabled() and (x.requires_grad or residual.requires_grad)):
+        return residual + apply_linear(x, weight, bias)
+    out: Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, residual, weight, bias, "add")
+    return out
 
 
 def missing_rows(x: Tensor, weight: Tensor) -> int:

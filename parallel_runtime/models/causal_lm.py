@@ -8,6 +8,7 @@ from typing import final
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 
 from parallel_runtime.comm import GroupCoordinator
 from parallel_runtime.errors import ArgumentError
@@ -16,10 +17,11 @@ from parallel_runtime.layers.embedding import ParallelHead
 from parallel_runtime.layers.expert_groups import ExpertGroups
 from parallel_runtime.layers.fused import ResidualSum
 from parallel_runtime.layers.packing import PackableLayer, missing_rows, pad_rows
-from parallel_runtime.layers.rotary import RotaryPositions
+from parallel_runtime.layers.rotary import RotaryAngles, RotaryPositions
 from parallel_runtime.models.checkpoint import Checkpoint
 from parallel_runtime.models.config import ModelConfig
 from parallel_runtime.models.decoder import DecoderLayer, ModelParts, Stream
+from parallel_runtime.models.lean import LeanLayers
 from parallel_runtime.models.weights import Weights, under
 from parallel_runtime.topology.shards import Uneven
 
@@ -83,6 +85,8 @@ class CausalLM(nn.Module):
         self.norm = parts.norm() if self.is_last_stage else None
         self.lm_head = parts.head(self.embed_tokens) if self.is_last_stage else None
         self._positions = RotaryPositions(config.head_dim, theta=config.rope_theta, factors=config.rope_factors, device=device)
+        own = [self._layer(index) for index in range(len(self.layers))]
+        self._lean = None if self._has_experts else LeanLayers(own, self.norm, tp)
         heads = self._layer(0).self_attn.qkv_proj.heads
         self.num_query_heads, self.num_kv_heads, self.head_dim = len(heads.query), len(heads.kv), config.head_dim
 
@@ -112,11 +116,19 @@ class CausalLM(nn.Module):
         num_padding = 0 if self._has_experts else missing_rows(hidden_TD, self._layer(0).self_attn.qkv_proj.weight)
         if num_padding:  # once, and not for each product of each layer
             hidden_TD = pad_rows(hidden_TD, num_padding)
+        if self._lean is not None and hidden_TD.is_cpu and torch.is_inference_mode_enabled() and not is_dynamo_compiling():
+            normed_TD = self._lean(hidden_TD, self._layer(0).input_layernorm(hidden_TD), angles, attention)
+        else:
+            normed_TD = self._by_modules(hidden_TD, angles, attention)
+        return normed_TD[:-num_padding] if num_padding else normed_TD
+
+    def _by_modules(self, hidden_TD: Tensor, angles: RotaryAngles, attention: Attention) -> Tensor:
+        """The layers as modules: with gradients, hooks and experts, on any device."""
         stream = Stream(hidden_TD, self._layer(0).input_layernorm(hidden_TD))
         norms = [*(self._layer(index).input_layernorm for index in range(1, len(self.layers))), self.norm]
         for index, norm in enumerate(norms):
             stream = self._layer(index)(stream, angles, attention, index, norm)
-        return stream.normed[:-num_padding] if num_padding else stream.normed
+        return stream.normed
 
     def logits(self, hidden_SD: Tensor) -> Tensor:
         """Logits of the whole vocabulary; last stage only.

@@ -16,6 +16,9 @@ def test_rms_norm_equals_transformers(dtype: torch.dtype) -> None:
     ours.load(weight)
     theirs.weight.data.copy_(weight)
     torch.testing.assert_close(ours(x), theirs(x))
+    with torch.inference_mode():
+        torch.testing.assert_close(ours(x), theirs(x))
+        assert ours(x[:0]).shape == (0, 16)
     assert torch.equal(ours.full_state()["weight"], weight.to(dtype))
     with pytest.raises(ArgumentError, match=r"weight has shape \(8,\)"):
         ours.load(weight[:8])

@@ -7,7 +7,7 @@ from torch.nn import functional
 
 from parallel_runtime.errors import ArgumentError
 from parallel_runtime.layers import ColumnParallelLinear, ParallelHead, RowParallelLinear, VocabParallelEmbedding
-from parallel_runtime.layers.packing import apply_linear, can_pack, dense
+from parallel_runtime.layers.packing import add_linear, apply_linear, can_pack, dense
 from tests.unit.layers.ranks import alone
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -32,6 +32,25 @@ def test_products_equal_those_of_the_plain_weight(dtype: torch.dtype, rows: int)
     x = torch.randn(rows, 24, dtype=dtype)
     with torch.inference_mode():
         torch.testing.assert_close(layer(x), functional.linear(x, plain.weight, plain.bias))
+
+
+@needs_packing
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [0, 1, 4, 33])
+def test_a_residual_is_added(dtype: torch.dtype, rows: int) -> None:
+    layer, plain = packed_column(dtype)
+    x, residual = torch.randn(rows, 24, dtype=dtype), torch.randn(rows, 40, dtype=dtype)
+    before = residual.clone()
+    with torch.inference_mode():
+        for weight in (layer.weight, plain.weight):
+            total = add_linear(residual, x, weight, plain.bias)
+            expected = residual + functional.linear(x, plain.weight, plain.bias)
+            tolerance = 1e-5 if dtype is torch.float32 else 2e-2  # one operation rounds once, two round twice
+            torch.testing.assert_close(total, expected, atol=tolerance, rtol=tolerance)
+    assert torch.equal(residual, before)
+    residual.requires_grad_()
+    add_linear(residual, x, layer.weight).sum().backward()
+    assert residual.grad is not None
 
 
 @needs_packing

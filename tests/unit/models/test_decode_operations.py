@@ -63,5 +63,5 @@ def test_operations_of_one_layer_at_batch_one(tmp_path: Path) -> None:
     added = step_counts(tmp_path / "three", 3) - step_counts(tmp_path / "two", 2)
     computing = {name: count for name, count in added.items() if name not in VIEWS}
     assert computing["_linear_pointwise"] == 4
-    assert sum(computing.values()) < 20, computing
+    assert sum(computing.values()) < 22, computing
     assert added.total() < 32, added
