@@ -49,7 +49,7 @@ def test_a_residual_is_added(dtype: torch.dtype, rows: int) -> None:
             torch.testing.assert_close(total, expected, atol=tolerance, rtol=tolerance)
     assert torch.equal(residual, before)
     residual.requires_grad_()
-    add_linear(residual, x, layer.weight).sum().backward()
+    add_linear(residual, x, layer.weight).sum().backward()  # type: ignore[no-untyped-call]  # torch
     assert residual.grad is not None
 
 
