@@ -4,16 +4,13 @@ import multiprocessing
 import os
 import pickle
 import re
-import signal
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from multiprocessing import forkserver
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
-from types import FrameType, TracebackType
-from typing import Final, Generic, NoReturn, Self, TypeVar, final
+from types import TracebackType
+from typing import Final, Generic, Self, TypeVar, final
 
 from parallel_runtime.comm.c10d import HostedStore, listen_store, need_descriptors
 from parallel_runtime.config.addresses import is_loopback
@@ -28,6 +25,7 @@ from parallel_runtime.errors import (
     LaunchError,
     RankFailedError,
 )
+from parallel_runtime.launch.fork_server import RANK_MODULES, preloading
 from parallel_runtime.launch.guards import refuse_launched_rank, refuse_removed_directory, refuse_unguarded_main
 from parallel_runtime.launch.output import RankOutput, close_all, fill_standard_descriptors, log_path
 from parallel_runtime.launch.payload import name_of, pack_call
@@ -38,14 +36,13 @@ from parallel_runtime.launch.wires import Descriptor, MessageReader, sealed
 from parallel_runtime.terms import Rank
 from parallel_runtime.values import seconds_problem, shown, type_problem
 
-__all__ = ["LocalRanks", "check_startable", "check_timeout", "launch", "threads_per_rank"]
+__all__ = ["LocalRanks", "check_startable", "check_timeout", "threads_per_rank"]
 
 _T = TypeVar("_T")
 
 _OWN_DESCRIPTORS: Final = 24
 _RANK_DESCRIPTORS: Final = 4
 _MOST_THREADS: Final = 1024
-_PRELOAD = ("torch", "parallel_runtime.launch.rank_process")
 
 
 @final
@@ -151,11 +148,12 @@ class LocalRanks(Generic[_T]):
         with self._naming_the_log():
             return self._running().check()
 
-    def wait(self, timeout_s: float | None = None) -> list[_T]:
+    def wait(self, timeout_s: float | None = None, *, since: float | None = None) -> list[_T]:
         """Wait until every rank has returned.
 
         Args:
             timeout_s: Longest wait in seconds; ``None`` waits as long as they run.
+            since: Where these seconds begin, on the monotonic clock; now by default.
 
         Returns:
             Each rank's result, in rank order.
@@ -165,12 +163,9 @@ class LocalRanks(Generic[_T]):
             LaunchError: They did not return in time, or did not start.
             RankFailedError: A rank failed; the first cause comes first, what followed is marked as such.
         """
-        return self._wait(timeout_s, time.monotonic())
-
-    def _wait(self, timeout_s: float | None, start: float) -> list[_T]:
         supervisor = self._running()
         with self._naming_the_log():
-            results = supervisor.wait(timeout_s, start)
+            results = supervisor.wait(timeout_s, time.monotonic() if since is None else since)
         supervisor.wait_for_exit(self._config.deadlines.exit_s)
         return results
 
@@ -213,7 +208,7 @@ class LocalRanks(Generic[_T]):
         shares = core_shares(sorted(os.sched_getaffinity(0)), numa_nodes(), world_size) if self._pin == "auto" else ()
         lifeline_read, lifeline_write = os.pipe()
         stack.callback(end_processes, self._handles, lifeline_write)
-        with ExitStack() as handed_over, _forkserver_with_torch():
+        with ExitStack() as handed_over, preloading(*RANK_MODULES):
             handed_over.callback(os.close, lifeline_read)
             job_fd = sealed(job)
             handed_over.callback(os.close, job_fd)
@@ -234,57 +229,6 @@ class LocalRanks(Generic[_T]):
                 finally:
                     os.close(outcome)
         output.handed_over()
-
-
-def launch(
-    fn: Callable[..., _T],
-    config: ParallelConfig,
-    *args: object,
-    timeout_s: float | None = None,
-    host: str = "127.0.0.1",
-    log_dir: str | os.PathLike[str] | None = None,
-    prefix_output: bool = False,
-    pin: Pin = "none",
-) -> list[_T]:
-    """Run ``fn(ctx, *args)`` on every rank of a world of local processes.
-
-    The processes come from ``multiprocessing``'s fork server with torch preloaded: the first launch of a process takes seconds,
-    later ones a fraction of one. The caller's variables, start method, signal handlers, thread counts and default dtype are as
-    before afterwards; ``multiprocessing``'s idle server process stays until this process ends. While it waits in the main thread,
-    a SIGTERM that the caller does not handle raises ``SystemExit(143)``, so that the ranks are ended and files removed.
-
-    Each rank gets an equal share of the cores as intra-op threads, unless ``OMP_NUM_THREADS`` says otherwise.
-    Ranks ignore Ctrl-C, which is the parent's to handle, and end when the parent does, however it ends.
-
-    Args:
-        fn: A function that other processes can import by name.
-        config: Of the context that each rank enters; decides the number of ranks.
-        *args: Further arguments; each rank gets a copy.
-        timeout_s: Longest run in seconds, from the call on; ``None`` sets no limit. Ranks that run longer are ended, which takes
-            up to some seconds more.
-        host: Loopback address on which the ranks meet, ``"127.0.0.1"`` or ``"::1"``.
-        log_dir: Folder in which each rank's output goes to a file of its own, ``rank-<rank>.log``; an error names the file.
-        prefix_output: Whether each line on the caller's streams begins with ``[rank N]``; then a thread passes output on.
-        pin: ``"auto"`` keeps each rank to cores of its own, near to each other, where there are at least two for each rank. Two
-            launches at a time would choose the same cores, so the default is ``"none"``.
-
-    Returns:
-        What each rank returned, in rank order; ``None`` from a rank that called ``sys.exit(0)``.
-
-    Raises:
-        ArgumentError: ``fn`` cannot be called, ``config`` is no config, ``timeout_s`` is not a number of seconds, ``host`` is not
-            on loopback, or ``pin`` is unknown.
-        ConfigError: The config is for threads, does not number its ranks from 0, or needs more file descriptors than there are.
-        LauncherEnvironmentError: ``OMP_NUM_THREADS`` is not a number of threads.
-        LaunchError: Nothing was started: the call cannot be pickled, the script has no main guard, this process is a rank itself,
-            a log file cannot be opened. Or the ranks did not start, or did not finish in time.
-        RankFailedError: A rank raised, exited or was killed; the others have been ended.
-    """
-    check_timeout(timeout_s)
-    start = time.monotonic()
-    ranks = LocalRanks(fn, config, args=args, host=host, log_dir=log_dir, prefix_output=prefix_output, pin=pin)
-    with _sigterm_as_exit(), ranks:
-        return ranks._wait(timeout_s, start)
 
 
 def check_startable(fn: Callable[..., object], config: ParallelConfig, *, backends: Sequence[str]) -> None:
@@ -360,34 +304,3 @@ def _start_process(task: RankTask, reader: MessageReader) -> RankHandle:
         reader.close()
         raise LaunchError(f"the process of rank {task.rank} could not be started: {error}") from error
     return RankHandle(task.rank, process, reader)
-
-
-@contextmanager
-def _forkserver_with_torch() -> Iterator[None]:
-    """Let a fork server that is not yet running preload torch, and put ``multiprocessing``'s settings back afterwards."""
-    method = multiprocessing.get_start_method(allow_none=True)
-    before: list[str] = vars(forkserver._forkserver)["_preload_modules"]  # nothing public reads what set_forkserver_preload set
-    own = [name for name in before if name != "__main__"]
-    forkserver.set_forkserver_preload([*own, *_PRELOAD])
-    try:
-        yield
-    finally:
-        forkserver.set_forkserver_preload(before)
-        multiprocessing.set_start_method(method, force=True)
-
-
-@contextmanager
-def _sigterm_as_exit() -> Iterator[None]:
-    in_main_thread = threading.current_thread() is threading.main_thread()
-    if not in_main_thread or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
-        yield
-        return
-    signal.signal(signal.SIGTERM, _raise_exit)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-
-def _raise_exit(signum: int, frame: FrameType | None) -> NoReturn:
-    raise SystemExit(128 + signum)

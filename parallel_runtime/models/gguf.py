@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from parallel_runtime.errors import CheckpointError, ContextStateError
+from parallel_runtime.models.gguf_blocks import BLOCK, BLOCK_BYTES, decode_blocks
 
 __all__ = ["GgufArray", "GgufFile", "GgufTensor", "GgufValue"]
 
@@ -175,9 +176,9 @@ class GgufFile:
             self._map, dtype=np.uint8, count=len(rows) * tensor.row_bytes, offset=tensor.offset + rows.start * tensor.row_bytes
         )
         matrix = raw.reshape(len(rows), tensor.row_bytes)[:, first * tensor.block_bytes : last * tensor.block_bytes]
-        values = self._decode(tensor, np.ascontiguousarray(matrix))
+        values = self._decode(tensor, np.array(matrix, order="C"))
         start = columns.start - first * tensor.block
-        return values[:, start : start + len(columns)].clone(memory_format=torch.contiguous_format)
+        return values[:, start : start + len(columns)].contiguous()
 
     def close(self) -> None:
         """Unmap the file. Tensors that were read stay good."""
@@ -188,7 +189,9 @@ class GgufFile:
         if matrix.size == 0:
             return torch.empty(matrix.shape[0], matrix.shape[1] // tensor.block_bytes * tensor.block, dtype=tensor.dtype)
         if tensor.kind in (_F32, _F16, _BF16):
-            return torch.from_numpy(matrix.copy()).view(tensor.dtype)
+            return torch.from_numpy(matrix).view(tensor.dtype)
+        if tensor.kind in BLOCK_BYTES:
+            return decode_blocks(torch.from_numpy(matrix), tensor.kind)
         gguf = _gguf_package(self.path)
         try:
             return torch.from_numpy(gguf.quants.dequantize(matrix, gguf.GGMLQuantizationType(tensor.kind)))
@@ -336,6 +339,8 @@ def _place(path: Path, start: int, name: str, shape: tuple[int, ...], kind: int,
 def _block_size(path: Path, name: str, kind: int) -> tuple[int, int]:
     if kind in (_F32, _F16, _BF16):
         return 1, 4 if kind == _F32 else 2
+    if kind in BLOCK_BYTES:
+        return BLOCK, BLOCK_BYTES[kind]
     gguf = _gguf_package(path)
     try:
         block, block_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(kind)]

@@ -8,7 +8,7 @@ from os import PathLike
 from types import TracebackType
 from typing import Self, TypeVar, Unpack, final
 
-from parallel_runtime.errors import ContextStateError
+from parallel_runtime.errors import ContextStateError, ParallelRuntimeError
 from parallel_runtime.models import Tokenizer
 from parallel_runtime.serving.answers import AnswerReader, Completion, JoinedAnswers, StreamEvent
 from parallel_runtime.serving.arguments import Prompt
@@ -80,8 +80,13 @@ class AsyncEngine:
         return self.engine.state
 
     @property
+    def failure(self) -> ParallelRuntimeError | None:
+        """What has ended it, though nobody closed it; ``None`` where nothing has."""
+        return self.engine.failure
+
+    @property
     def replicas(self) -> tuple[Ready, ...]:
-        """What each data-parallel rank said when it was ready."""
+        """What each data-parallel rank said when it was last ready."""
         return self.engine.replicas
 
     @property

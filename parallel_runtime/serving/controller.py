@@ -95,6 +95,7 @@ class DataParallelController:
         self._lock = threading.Lock()
         self._has_news = threading.Condition(self._lock)
         self._failure: ParallelRuntimeError | None = None
+        self._ready: dict[tuple[int, int], Ready] = {}
         if links is not None:
             self.connect(0, links)
             self.admit(0)
@@ -103,6 +104,16 @@ class DataParallelController:
     def is_ready(self) -> bool:
         """Whether every replica serves, and gets requests unless it is drained."""
         return all(self.serves(number) and self._dispatcher.is_open(number) for number in range(len(self._replicas)))
+
+    @property
+    def ready(self) -> tuple[Ready, ...]:
+        """What each data-parallel rank said when it was last ready, in their order."""
+        return tuple(ready for _, ready in sorted(self._ready.items(), key=lambda item: item[0]))
+
+    @property
+    def failure(self) -> ParallelRuntimeError | None:
+        """What has ended it; ``None`` while it serves."""
+        return self._failure
 
     @property
     def leaders(self) -> tuple[tuple[int, int], ...]:
@@ -328,7 +339,7 @@ class DataParallelController:
 
     def _handle(self, message: LeaderMessage, replica: int, dp_rank: int) -> None:
         if isinstance(message, Ready):
-            self._replicas[replica].ready[dp_rank] = message
+            self._replicas[replica].ready[dp_rank] = self._ready[replica, dp_rank] = message
             if self.serves(replica):
                 self.controls.join(replica)
         elif isinstance(message, Answer):

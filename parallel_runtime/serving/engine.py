@@ -1,39 +1,35 @@
-"""The front of everything: starts the ranks of a model, serves prompts on them, and closes them whatever happens."""
+"""The front of everything: starts the ranks of a model, serves prompts on them, and closes them whatever happens.
 
-import itertools
+Nothing here imports torch before an engine is entered: the ranks' fork server imports it at the same time as this process does.
+"""
+
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from enum import StrEnum
-from functools import partial
 from os import PathLike
-from queue import SimpleQueue
 from types import TracebackType
-from typing import Self, Unpack, final
+from typing import TYPE_CHECKING, Self, Unpack, final
 
-import msgspec
-
-from parallel_runtime.config import current_environ
-from parallel_runtime.errors import CheckpointError, ContextStateError, RequestError
-from parallel_runtime.models import Checkpoint, Tokenizer, load_tokenizer, open_checkpoint
-from parallel_runtime.serving.answers import AnswerReader, Completion, JoinedAnswers, StreamEvent
-from parallel_runtime.serving.arguments import Chat, Prompt, prompt_list, sampling_list
-from parallel_runtime.serving.balancer import BalancePolicy
-from parallel_runtime.serving.calls import Call, call_events
-from parallel_runtime.serving.controller import DataParallelController
-from parallel_runtime.serving.deliveries import Delivery, Sink
-from parallel_runtime.serving.engine_config import EngineConfig, EngineSettings, engine_config, shared_threads
-from parallel_runtime.serving.engine_controls import EngineControls
-from parallel_runtime.serving.executors import start_world
-from parallel_runtime.serving.identities import ResolvedEngine
-from parallel_runtime.serving.messages import Abort, Ready, Request
+from parallel_runtime.errors import ContextStateError, ParallelRuntimeError
+from parallel_runtime.launch.fork_server import RANK_MODULES, begin_fork_server
+from parallel_runtime.serving.engine_config import EngineConfig, EngineSettings, engine_config
+from parallel_runtime.serving.messages import Abort, Ready
 from parallel_runtime.serving.metrics import EngineMetrics, MetricsSnapshot
-from parallel_runtime.serving.ray_executor import start_ray_world
-from parallel_runtime.serving.replicas import Replicas
-from parallel_runtime.serving.resolved_engine import resolve_checkpoint
 from parallel_runtime.serving.sampling_params import SamplingParams
-from parallel_runtime.serving.token_keys import mix_seed
+
+if TYPE_CHECKING:
+    from parallel_runtime.models import Tokenizer
+    from parallel_runtime.serving.answers import AnswerReader, Completion, StreamEvent
+    from parallel_runtime.serving.arguments import Prompt
+    from parallel_runtime.serving.calls import Call
+    from parallel_runtime.serving.deliveries import Sink
+    from parallel_runtime.serving.engine_controls import EngineControls
+    from parallel_runtime.serving.front import Front
+    from parallel_runtime.serving.replicas import Replicas
 
 __all__ = ["Engine", "EngineState"]
+
+_PRELOADED = (*RANK_MODULES, "parallel_runtime.serving.executors")
 
 
 class EngineState(StrEnum):
@@ -70,19 +66,13 @@ class Engine:
 
     def __init__(self, model: str | PathLike[str] | EngineConfig = "smollm2", **settings: Unpack[EngineSettings]) -> None:
         self.config = engine_config(model, **settings)
-        self._model = self.config.model
         self.parallel = self.config.parallel
         self.serving = self.config.serving
         self._state = EngineState.NEW
         self._stack = ExitStack()
-        self._names = itertools.count()
         self._metrics = EngineMetrics()
-        self._eos_ids: tuple[int, ...] = ()
-        self._tokenizer: Tokenizer | None = None
-        self._no_tokenizer = ""
-        self._ready: tuple[Ready, ...] = ()
-        self._controller: DataParallelController | None = None
-        self._supervised: Replicas | None = None
+        self._front: Front | None = None
+        self._failure: ParallelRuntimeError | None = None
 
     def __enter__(self) -> Self:
         """Start the ranks and wait until all of them serve.
@@ -93,13 +83,12 @@ class Engine:
         if self._state is not EngineState.NEW:
             raise ContextStateError(f"an Engine is entered once; this one is {self._state}. Make a new one")
         self._state = EngineState.CLOSED  # stays so if a step below raises
+        if self.config.executor == "processes":
+            begin_fork_server(*_PRELOADED)
+        from parallel_runtime.serving.front import Front
+
         with ExitStack() as stack:
-            checkpoint = stack.enter_context(open_checkpoint(self._model))
-            resolved = resolve_checkpoint(self.config, checkpoint)
-            self._eos_ids = checkpoint.config.eos_ids
-            self._controller = self._start(stack, resolved)
-            self._load_tokenizer(checkpoint)
-            self._ready = self._controller.wait_ready()
+            self._front = Front(self.config, self._metrics, stack)
             self._stack = stack.pop_all()
         self._state = EngineState.OPEN
         return self
@@ -107,6 +96,7 @@ class Engine:
     def __exit__(self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """End every request and every rank."""
         if self._state is EngineState.OPEN:
+            self._failure = self.failure
             self._state = EngineState.CLOSED
             self._stack.__exit__(error_type, error, trace)
 
@@ -120,40 +110,44 @@ class Engine:
         return self._state
 
     @property
-    def replicas(self) -> tuple[Ready, ...]:
-        """What each data-parallel rank said when it was ready: its KV cache, its limits, its ranks."""
-        return self._ready
+    def failure(self) -> ParallelRuntimeError | None:
+        """What has ended it, though nobody closed it; ``None`` where nothing has."""
+        if self._state is not EngineState.OPEN or self._front is None:
+            return self._failure
+        return self._front.controller.failure
 
     @property
-    def supervisor(self) -> Replicas:
+    def replicas(self) -> tuple[Ready, ...]:
+        """What each data-parallel rank said when it was last ready: its KV cache, its limits, its ranks."""
+        return () if self._front is None else self._front.controller.ready
+
+    @property
+    def supervisor(self) -> "Replicas":
         """The replicas: where each is, to be drained and started again.
 
         Raises:
             ContextStateError: The engine is not open.
         """
-        self._running()
-        assert self._supervised is not None
-        return self._supervised
+        return self._running().replicas
 
     @property
-    def tokenizer(self) -> Tokenizer:
+    def tokenizer(self) -> "Tokenizer":
         """The model's tokenizer.
 
         Raises:
+            ContextStateError: The engine is not open.
             RequestError: The model has none that is known here.
         """
-        if self._tokenizer is None:
-            raise RequestError(f"text needs a tokenizer, and this model has none: {self._no_tokenizer}; give token ids")
-        return self._tokenizer
+        return self._running().tokenizer
 
     def generate(
         self,
-        prompts: Iterable[Prompt],
+        prompts: "Iterable[Prompt]",
         sampling: SamplingParams | Iterable[SamplingParams] | None = None,
         *,
         dp_rank: int | None = None,
         priority: int = 0,
-    ) -> list[Completion]:
+    ) -> "list[Completion]":
         """Continue prompts to their end.
 
         Args:
@@ -171,21 +165,16 @@ class Engine:
             QueueFullError: Other calls keep the queue full.
             RankFailedError: A rank failed.
         """
-        sink: SimpleQueue[Delivery] = SimpleQueue()
-        answers = self.read_prompts(prompts, sampling, priority=priority)
-        joined = JoinedAnswers(answers)
-        for event in call_events(self.open_call(answers, sink, dp_rank=dp_rank), sink):
-            joined.add(event)
-        return joined.completions()
+        return self._running().generate(prompts, sampling, dp_rank=dp_rank, priority=priority)
 
     def stream(
         self,
-        prompts: Iterable[Prompt],
+        prompts: "Iterable[Prompt]",
         sampling: SamplingParams | Iterable[SamplingParams] | None = None,
         *,
         dp_rank: int | None = None,
         priority: int = 0,
-    ) -> Iterator[StreamEvent]:
+    ) -> "Iterator[StreamEvent]":
         """Continue prompts and hand out their tokens as they come. Leaving the loop early aborts what still runs.
 
         Args:
@@ -203,17 +192,15 @@ class Engine:
             QueueFullError: Other calls keep the queue full.
             RankFailedError: A rank failed.
         """
-        sink: SimpleQueue[Delivery] = SimpleQueue()
-        answers = self.read_prompts(prompts, sampling, priority=priority)
-        return call_events(self.open_call(answers, sink, dp_rank=dp_rank), sink)
+        return self._running().stream(prompts, sampling, dp_rank=dp_rank, priority=priority)
 
     def read_prompts(
         self,
-        prompts: Iterable[Prompt],
+        prompts: "Iterable[Prompt]",
         sampling: SamplingParams | Iterable[SamplingParams] | None = None,
         *,
         priority: int = 0,
-    ) -> list[AnswerReader]:
+    ) -> "list[AnswerReader]":
         """Make requests of prompts, without sending any; for fronts of their own such as ``AsyncEngine``.
 
         Args:
@@ -228,16 +215,9 @@ class Engine:
             ContextStateError: The engine is not open.
             RequestError: An argument is of another kind, or a chat is refused by the model's template.
         """
-        self._running()
-        each = prompt_list(prompts)
-        settings = sampling_list(sampling, count=len(each), default=self.config.sampling)
-        return [
-            answer
-            for index, (prompt, params) in enumerate(zip(each, settings, strict=True))
-            for answer in self._answers(index, prompt, params, priority)
-        ]
+        return self._running().read_prompts(prompts, sampling, priority=priority)
 
-    def open_call(self, answers: Sequence[AnswerReader], sink: Sink, *, dp_rank: int | None = None) -> Call:
+    def open_call(self, answers: "Sequence[AnswerReader]", sink: "Sink", *, dp_rank: int | None = None) -> "Call":
         """Prepare to serve requests, without sending any; for fronts of their own such as ``AsyncEngine``.
 
         Args:
@@ -251,23 +231,16 @@ class Engine:
         Raises:
             ContextStateError: The engine is not open.
         """
-        return Call(
-            self._running(),
-            answers,
-            sink,
-            metrics=self._metrics,
-            share_from=self.serving.page_size,
-            dp_rank=dp_rank,
-        )
+        return self._running().open_call(answers, sink, dp_rank=dp_rank)
 
     @property
-    def controls(self) -> EngineControls:
+    def controls(self) -> "EngineControls":
         """What can be asked of all replicas beside requests: pause and resume, sleep and wake, weights, health, profiles.
 
         Raises:
             ContextStateError: The engine is not open.
         """
-        return self._running().controls
+        return self._running().controller.controls
 
     def metrics(self) -> MetricsSnapshot:
         """Requests, tokens and times since the engine was opened, as its front sees them."""
@@ -283,63 +256,10 @@ class Engine:
             ContextStateError: The engine is not open.
             RequestError: ``request_id`` is no text.
         """
-        self._running().abort(Abort(request_id).request_id)
+        self._running().controller.abort(Abort(request_id).request_id)
 
-    def _running(self) -> DataParallelController:
-        if self._state is not EngineState.OPEN or self._controller is None:
+    def _running(self) -> "Front":
+        if self._state is not EngineState.OPEN or self._front is None:
             hint = "enter it with `with engine:`" if self._state is EngineState.NEW else "make a new one"
             raise ContextStateError(f"this Engine is {self._state}, so it serves nothing; {hint}")
-        return self._controller
-
-    def _load_tokenizer(self, checkpoint: Checkpoint) -> None:
-        try:
-            self._tokenizer = load_tokenizer(checkpoint)
-        except CheckpointError as exc:
-            self._no_tokenizer = str(exc)
-        else:
-            self._eos_ids = self._tokenizer.eos_ids
-
-    def _start(self, stack: ExitStack, resolved: ResolvedEngine) -> DataParallelController:
-        serving, config = self.serving, self.config
-        if config.replicas > 1 and config.executor != "ray":  # they share the memory, and none knows of the others
-            serving = serving.replace(kv_cache_tokens=resolved.kv_cache_tokens)
-        controller = DataParallelController(
-            replicas=config.replicas,
-            dp=self.parallel.dp,
-            policy=BalancePolicy(serving.balance),
-            max_requests=serving.max_waiting * self.parallel.dp * config.replicas,
-            max_per_rank=serving.max_waiting,
-            max_runs=config.supervision.max_runs,
-            lockstep=resolved.lockstep,
-            seed=serving.seed,
-        )
-        start = partial(
-            start_ray_world if config.executor == "ray" else partial(start_world, as_threads=config.executor == "threads"),
-            self.parallel,
-            resolved.model_path,
-            serving,
-            num_threads=shared_threads(config, current_environ()),
-        )
-        replicas = Replicas(
-            controller, start, count=config.replicas, rules=config.supervision, exit_s=self.parallel.deadlines.exit_s
-        )
-        replicas.start(stack)
-        self._supervised = replicas
-        return controller
-
-    def _answers(
-        self, index: int, prompt: str | tuple[int, ...] | Chat, sampling: SamplingParams, priority: int
-    ) -> Iterator[AnswerReader]:
-        """A reader for each answer to one prompt; the first has the seed that was given, the others seeds made of it."""
-        if isinstance(prompt, Chat):
-            prompt = tuple(self.tokenizer.chat(prompt.messages))
-        elif isinstance(prompt, str):
-            prompt = tuple(self.tokenizer.encode(prompt))
-        stops = sampling.stop_token_ids if sampling.ignore_eos else (*sampling.stop_token_ids, *self._eos_ids)
-        if sampling.stop and self._tokenizer is None:
-            raise RequestError(f"stop={sampling.stop!r} needs a tokenizer, and this model has none; give stop_token_ids")
-        for sample in range(sampling.n):
-            seed = sampling.seed if sampling.seed is None or not sample else mix_seed(sampling.seed, sample)
-            own = msgspec.structs.replace(sampling, stop_token_ids=tuple(dict.fromkeys(stops)), stop=(), n=1, seed=seed)
-            request = Request(request_id=f"r{next(self._names)}", prompt=prompt, sampling=own, priority=priority)
-            yield AnswerReader(request, index=index, sample=sample, stops=sampling.stop, tokenizer=self._tokenizer)
+        return self._front

@@ -7,9 +7,10 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import final
+from typing import TYPE_CHECKING, final
 
-from parallel_runtime.serving.answers import StreamEvent
+if TYPE_CHECKING:
+    from parallel_runtime.serving.answers import StreamEvent
 
 __all__ = ["EngineMetrics", "Histogram", "MetricsSnapshot", "RequestTimer"]
 
@@ -162,7 +163,7 @@ class RequestTimer:
         self.started_s = self.last_s = time.perf_counter()
         self.has_begun = False
 
-    def note(self, event: StreamEvent) -> None:
+    def note(self, event: "StreamEvent") -> None:
         """Tokens have come, or the end.
 
         Args:

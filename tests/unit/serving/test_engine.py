@@ -49,6 +49,7 @@ def test_it_is_entered_once_and_used_inside(model: Path) -> None:
         with pytest.raises(ContextStateError, match="entered once; this one is open"):
             engine.__enter__()
     engine.close()
+    assert (engine.failure, len(engine.replicas)) == (None, 1)
     for call in (lambda: engine.generate([]), lambda: engine.stream([]), engine.abort):
         with pytest.raises(ContextStateError, match="this Engine is closed, so it serves nothing; make a new one"):
             call()
