@@ -26,12 +26,27 @@ _SUSPICIOUS_S: Final = 1.0
 """A slice that ends so much too late tells that this process did not run. A machine's sleep does not count: clocks stop, too."""
 _STANDSTILL_S: Final = 60.0
 """So long a standstill of this process is made up for: gloo's own clock, which cannot be stopped, is set later by this much."""
+_WATCHED_S: Final = 2.0
+"""From here on the deadline of a send or receive is kept by the thread that looks after it, and a standstill is made up for."""
 _MOST_KEPT: Final = 256
 """Options that are kept: one per operation, deadline and root."""
 _BREAK_TAG: Final = 2**31 - 1
 """Of a message that nobody sends."""
 _TIMED_OUT: Final = re.compile(r"[Tt]im(ed|e) ?out|[Tt]imeout")
 _LOST: Final = re.compile(r"closed by peer|reset by peer|[Bb]roken pipe|pair closure|refused|not connected|closed|[Ss]hutdown")
+
+
+@final
+class _Wait:
+    """For one send or receive."""
+
+    __slots__ = ("deadline", "peer", "start", "timeout_s")
+
+    def __init__(self, peer: int, timeout_s: float) -> None:
+        self.peer = peer
+        self.timeout_s = timeout_s
+        self.start = monotonic()
+        self.deadline = self.start + timeout_s
 
 
 class Backend(Communicator):
@@ -50,16 +65,22 @@ class Backend(Communicator):
         self._broken = ""
         self._still_s = 0.0
         self._deadline = 0.0
-        self._waits_for: tuple[int, float] | None = None
+        self._waits_for: _Wait | None = None
+        self._looked_at = monotonic()
         self._cut_off: PeerError | None = None
         self._kept: dict[tuple[Any, float, int, int], Any] = {}
 
     def end_vain_wait(self) -> None:
-        """Break a send or receive off that waits for a peer which is gone, though the connection to it is still there."""
-        waits_for, diagnostician = self._waits_for, self.traffic.diagnostician
-        if waits_for is None or diagnostician is None or monotonic() - waits_for[1] < _SLICE_S:
+        """Break a send or receive off that is late, or whose peer is gone though the connection to it is still there."""
+        waits_for, diagnostician, now = self._waits_for, self.traffic.diagnostician, monotonic()
+        still_s, self._looked_at = now - self._looked_at, now
+        if waits_for is None or diagnostician is None or now - waits_for.start < _SLICE_S:
             return
-        error = diagnostician.interruption((self._ranks[waits_for[0]],), self.key, sys.maxsize)
+        if still_s > _SUSPICIOUS_S:
+            waits_for.deadline += still_s  # this process did not run, so nobody else is late
+        error = diagnostician.interruption((self._ranks[waits_for.peer],), self.key, sys.maxsize)
+        if error is None and now >= waits_for.deadline:
+            error = PeerTimeoutError(f"waited {waits_for.timeout_s:.3g} s for member {waits_for.peer}")
         if error and self._waits_for is waits_for:
             self._cut_off = error
             self._break_off(error)
@@ -200,9 +221,10 @@ class BackendWork(Work):
         if self._work is not None:
             work, self._work = self._work, None
             communicator = self._communicator
-            communicator._waits_for = (self._peer, monotonic())
+            communicator._waits_for = _Wait(self._peer, timeout_s)
+            is_watched = timeout_s >= _WATCHED_S and communicator.traffic.diagnostician is not None
             try:
-                work.wait(timedelta(seconds=timeout_s))
+                work.wait(timedelta(seconds=timeout_s + (_STANDSTILL_S if is_watched else 0.0)))
             except RuntimeError as exc:
                 self._error = communicator._cut_off or communicator._translated(exc, f"member {self._peer}", timeout_s)
                 self._error.members = (self._peer,)

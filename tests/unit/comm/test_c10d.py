@@ -4,6 +4,8 @@ import gc
 import resource
 import socket
 import threading
+import time
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 
@@ -24,8 +26,12 @@ from parallel_runtime.comm import (
     prefix_store,
     wrap,
 )
-from parallel_runtime.comm.c10d import stores
+from parallel_runtime.comm.c10d import stores, waiting
+from parallel_runtime.comm.diagnosis import Diagnostician, Failure
+from parallel_runtime.config import ParallelConfig
+from parallel_runtime.context import ParallelContext
 from parallel_runtime.errors import ArgumentError, ConfigError, PeerError, PeerLostError, PeerTimeoutError
+from parallel_runtime.launch import run_threads
 from tests.spmd.worlds import World
 
 
@@ -73,6 +79,58 @@ def test_a_slow_name_service_is_outwaited(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr("parallel_runtime.comm.c10d.stores.c10d.TCPStore", slow)
     connect_store("127.0.0.1", hosted.port, timeout_s=0.2)
     assert limits == [0.2, 10.0]
+
+
+class _Nobody(Diagnostician):
+    """Knows of no failure."""
+
+    def interruption(self, ranks: Sequence[int], key: str, step: int) -> PeerError | None:
+        return None
+
+    def explain(self, failure: Failure) -> PeerError:
+        return failure.error
+
+
+def test_a_receive_makes_up_for_a_standstill_of_its_own_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody looked for 100 s, so the process did not run, and those do not count; what follows does."""
+    now = [1000.0]
+    monkeypatch.setattr(waiting, "monotonic", lambda: now[0])
+    communicator = C10dCommunicator.__new__(C10dCommunicator)
+    waiting.Backend.__init__(communicator)
+    communicator.traffic.diagnostician = _Nobody()
+    communicator._group, communicator._ranks, communicator.key = None, [0, 1], "k"
+    broken: list[PeerError] = []
+    monkeypatch.setattr(waiting.Backend, "_break_off", lambda self, error: broken.append(error))
+    communicator._waits_for = waiting._Wait(1, 3.0)
+    for after in (1001.0, 1101.0, 1103.0):
+        while now[0] < after:
+            now[0] = after if after == 1101.0 else min(now[0] + 0.25, after)
+            communicator.end_vain_wait()
+        assert [str(error) for error in broken] == (["waited 3 s for member 1"] if after == 1103.0 else [])
+
+
+def test_a_late_sender_is_late_by_the_clock_of_the_thread_at_the_side() -> None:
+    """Gloo's own clock would wait for another minute."""
+
+    def body(ctx: ParallelContext) -> tuple[type[PeerError], tuple[int, ...], float] | None:
+        ctx.tp.barrier()
+        if ctx.rank == 1:
+            assert over.wait(50)
+            return None
+        start = time.monotonic()
+        try:
+            with pytest.raises(PeerTimeoutError, match=r"recv\(\) waited 2\.\d s for rank 1") as caught:
+                ctx.tp.recv(1, timeout_s=2.0)
+        finally:
+            over.set()
+        return type(caught.value), caught.value.ranks, time.monotonic() - start
+
+    over = threading.Event()
+    config = ParallelConfig(tp=2, backend="gloo", shm="off")
+    told = run_threads(body, config, timeout_s=55)[0]
+    assert told is not None
+    assert told[:2] == (PeerTimeoutError, (1,))
+    assert 2.0 <= told[2] < 40
 
 
 def test_a_member_that_never_comes() -> None:
