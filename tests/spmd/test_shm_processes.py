@@ -87,6 +87,34 @@ def test_a_killed_member_ends_every_wait(tmp_path: Path) -> None:
         assert re.search("the process of member 1 ended|gave up after an error", text)
 
 
+def dies_among_large_ones(store: Any, rank: int, world_size: int) -> str:
+    """Member 1 is killed while the members reach into each other's memory; member 0 hears of it, whatever it was in."""
+    torch.set_num_threads(1)
+    comm = open_member(store, rank, world_size)
+    values, rows = torch.ones(2 << 20), torch.empty(2, 2 << 20)
+    for step in range(1_000_000):
+        try:
+            comm.broadcast_(values, step % 2, TIMEOUT_S)
+            comm.all_reduce_(values, ReduceOp.AVG, TIMEOUT_S)
+            comm.all_gather(rows, values, TIMEOUT_S)
+        except PeerLostError as exc:
+            return str(exc)
+        assert bool((rows == 1).all())
+        if step == 5:
+            store.set(f"running/{rank}", b"")
+    return "nobody died"
+
+
+def test_a_member_killed_while_its_memory_is_in_use_is_named(tmp_path: Path) -> None:
+    with Processes(tmp_path, 2, dies_among_large_ones) as members:
+        while not (tmp_path / "running~1").exists():
+            time.sleep(0.01)
+        victim = members.processes[1].pid
+        assert victim is not None
+        os.kill(victim, signal.SIGKILL)
+        assert "the process of member 1 ended" in members.result(0)
+
+
 def dies_while_sending(store: Any, rank: int, world_size: int) -> str:
     """Member 1 is killed with half a message in the ring."""
     comm = open_member(store, rank, world_size)

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from parallel_runtime.comm.communicator import Bytes, Communicator, Operation, ReduceOp, Work
-from parallel_runtime.comm.shm.direct import RemoteMemory, can_read_all
 from parallel_runtime.comm.shm.geometry import MAX_MEMBERS, Geometry, choose_geometries
+from parallel_runtime.comm.shm.memory import keep_for_ever
 from parallel_runtime.comm.shm.p2p import Mailbox
 from parallel_runtime.comm.shm.planner import Planner
 from parallel_runtime.comm.shm.plans import Plan
 from parallel_runtime.comm.shm.reductions import ARITHMETIC_DTYPES
+from parallel_runtime.comm.shm.remote import RemoteMemory, can_reach_all
 from parallel_runtime.comm.shm.segment import KeyValueStore, Segment, SegmentWay, Unavailable, open_segment
 from parallel_runtime.comm.shm.steps import Steps, fingerprint
 from parallel_runtime.comm.shm.symmetric import SymmetricBuffer
@@ -141,7 +142,7 @@ class ShmCommunicator(Communicator):
     def _try_remote(self, segment: Segment, timeout_s: float, *, is_wanted: bool) -> None:
         parts = self._open()
         remote = RemoteMemory(segment.pids if is_wanted else [None] * self.world_size, parts.liveness)
-        if can_read_all(self._steps, remote, timeout_s):
+        if can_reach_all(self._steps, remote, timeout_s):
             parts.planner.remote = remote
             parts.mailbox.read_from(remote)
 
@@ -158,7 +159,7 @@ class ShmCommunicator(Communicator):
             f"shm: {geometry.nbytes / 2**20:.1f} MiB for {self.world_size} members, slots of {geometry.slot_bytes >> 10} KiB, "
             f"rings of {geometry.ring_bytes >> 10} KiB, attached by {self._segment_way}, "
             f"sleeps {'fenced' if parts.bells.is_fenced else 'in milliseconds'}, "
-            f"large tensors {'read in place' if parts.planner.remote is not None else 'in pieces'}"
+            f"large tensors {'in place' if parts.planner.remote is not None else 'in pieces'}"
         )
 
     def paths(self) -> str:
@@ -182,7 +183,7 @@ class ShmCommunicator(Communicator):
 
     def all_gather(self, output: Tensor, tensor: Tensor, timeout_s: float) -> None:
         """Copy every member's tensor."""
-        key = ("all_gather", output.data_ptr(), *_where(tensor))
+        key = (output.data_ptr(), tensor.data_ptr(), tensor.numel(), tensor.dtype)
         self._run(self._plans.get(key) or self._plan(key, Planner.all_gather, output, tensor), timeout_s)
 
     def all_gatherv(self, outputs: Sequence[Tensor], tensor: Tensor, timeout_s: float) -> None:
@@ -197,13 +198,21 @@ class ShmCommunicator(Communicator):
 
     def all_to_allv(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], timeout_s: float) -> None:
         """Exchange parts of any size."""
-        key = ("all_to_allv", *map(_where, outputs), *map(_where, inputs))
+        address, numel = Tensor.data_ptr, Tensor.numel
+        places = (*map(address, outputs), *map(numel, outputs), *map(address, inputs), *map(numel, inputs))
+        key = ("all_to_allv", outputs[0].dtype, inputs[0].dtype, *places)
         self._run(self._plans.get(key) or self._plan(key, Planner.all_to_allv, outputs, inputs), timeout_s)
 
     def broadcast_(self, tensor: Tensor, src: int, timeout_s: float) -> None:
-        """Copy the tensor of ``src``, which does not wait for its readers unless it is several operations ahead."""
+        """Copy the tensor of ``src``, which waits for its readers where it is large, or where it is several operations ahead."""
         key = ("broadcast", *_where(tensor), src)
-        self._run(self._plans.get(key) or self._plan(key, Planner.broadcast, tensor, src), timeout_s)
+        plan = self._plans.get(key) or self._plan(key, Planner.broadcast, tensor, src)
+        try:
+            self._run(plan, timeout_s)
+        except BaseException:
+            if plan.is_exposed:
+                keep_for_ever(tensor)
+            raise
 
     def reduce(self, output: Tensor | None, tensor: Tensor, dst: int, op: ReduceOp, timeout_s: float) -> None:
         """Combine on ``dst``, in rank order."""

@@ -1,151 +1,29 @@
-"""Reading a peer's tensor where it lies, in its own process: one copy instead of two, and two steps however large it is.
+"""Operations on tensors where they lie, each in its own process: one copy instead of two, and few steps however large they are.
 
-The kernel's ``process_vm_readv`` copies from another process of the same user where the system allows it. Whether it does is
-tried once when a group opens, and only used where every member can read every other.
+In the first step every member tells where its tensor lies; in the last one, that it touches nobody's any more.
 
-*Nothing is read too late.* A member that offers its memory leaves it alone until all readers have entered the closing step. One
-that gave up says so before it lets go of its memory, and a reader looks for that after each read: what it read before is valid.
+*What waits is hidden.* What a member copies within its own memory it does while the others' announcements are on their way; of a
+large tensor it copies a piece, and then reads a piece of the others', who have that piece in the cache just then.
 """
 
-import ctypes
-import errno
-import os
 import struct
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Final, final
 
 from parallel_runtime.comm.shm.plans import AgreedTransfer, Plan
-from parallel_runtime.comm.shm.steps import Steps, fingerprint
-from parallel_runtime.comm.shm.waiting import Liveness
-from parallel_runtime.errors import CollectiveMismatchError, PeerLostError
+from parallel_runtime.comm.shm.reductions import Reducer
+from parallel_runtime.comm.shm.remote import RemoteMemory, address_of
+from parallel_runtime.comm.shm.steps import Steps
+from parallel_runtime.errors import CollectiveMismatchError
 
-__all__ = [
-    "DirectMove",
-    "DirectPlan",
-    "DirectWhenLarge",
-    "Fetch",
-    "Offer",
-    "RemoteMemory",
-    "address_of",
-    "can_read_all",
-]
+__all__ = ["DirectAllReduce", "DirectBroadcast", "DirectMove", "DirectPlan", "DirectReduce", "DirectWhenLarge", "Fetch", "Offer"]
 
-_PAIR: Final = struct.Struct("=qq")
-_OFFER: Final = struct.Struct("=qqq")  # whether memory of this member can be read, address, bytes
-
-
-def address_of(memory: memoryview) -> int:
-    """Where writable bytes lie in this process.
-
-    Args:
-        memory: Contiguous.
-
-    Returns:
-        The address; 0 where there are no bytes.
-    """
-    return ctypes.addressof(ctypes.c_char.from_buffer(memory)) if len(memory) else 0
-
-
-@final
-class RemoteMemory:
-    """The memory of the peers' processes, to be read.
-
-    Args:
-        pids: Every member's process.
-        liveness: Says who is gone.
-    """
-
-    def __init__(self, pids: Sequence[int | None], liveness: Liveness) -> None:
-        self._pids = tuple(pids)
-        self._liveness = liveness
-        self._call = getattr(ctypes.CDLL(None, use_errno=True), "process_vm_readv", None)
-        self._here = (ctypes.c_size_t * 2)()
-        self._there = (ctypes.c_size_t * 2)()
-        self._arguments = (
-            ctypes.byref(self._here),
-            ctypes.c_ulong(1),
-            ctypes.byref(self._there),
-            ctypes.c_ulong(1),
-            ctypes.c_ulong(0),
-        )
-        if self._call is not None:
-            self._call.restype = ctypes.c_ssize_t
-
-    def try_read(self, member: int, source: int, target: int, nbytes: int) -> None:
-        """Copy ``nbytes`` from address ``source`` of ``member`` to address ``target`` of this process.
-
-        Raises:
-            OSError: The system refuses it, or there is nothing at that address.
-        """
-        pid, here, there = self._pids[member], self._here, self._there
-        if self._call is None or pid is None:
-            raise OSError(f"the memory of member {member} cannot be read on this system")
-        done = 0
-        while done < nbytes:  # the kernel copies 2 GiB at most in one call
-            here[0], there[0] = target + done, source + done
-            here[1] = there[1] = nbytes - done
-            copied = self._call(pid, *self._arguments)
-            if copied <= 0:
-                error = ctypes.get_errno()
-                raise OSError(error, f"reading {nbytes} bytes of member {member}: {os.strerror(error)}")
-            done += copied
-
-    def read(self, member: int, source: int, target: int, nbytes: int) -> None:
-        """``try_read`` from a member that offered its memory.
-
-        Raises:
-            PeerLostError: It is gone, so its memory may be used for something else by now.
-        """
-        try:
-            self.try_read(member, source, target, nbytes)
-        except OSError as exc:
-            ended = f"the process of member {member} ended" if exc.errno == errno.ESRCH else None
-            why = ended or self._liveness.why_gone(member) or f"member {member} does not let its memory be read"
-            raise PeerLostError(f"waited for member {member}: {why}: {exc}") from exc
-        if self._liveness.is_out(member) and (gone := self._liveness.why_gone(member)):
-            raise PeerLostError(f"while its memory was read, {gone}")
-
-
-def can_read_all(steps: Steps, remote: RemoteMemory, timeout_s: float) -> bool:
-    """Whether every member can read the memory of every other.
-
-    Args:
-        steps: Of this member.
-        remote: The peers' memory.
-        timeout_s: Seconds.
-
-    Returns:
-        The same on every member.
-
-    Raises:
-        PeerError: A member is late or gone.
-
-    Collective: two steps.
-    """
-    text = "opening"
-    print_ = fingerprint(text)
-    token, found = ctypes.c_int64(int.from_bytes(os.urandom(7), "little")), ctypes.c_int64()
-    steps.begin(timeout_s)
-    slot = steps.free_slot()
-    _PAIR.pack_into(steps.slots[steps.rank_in_group][slot], 0, ctypes.addressof(token), token.value)
-    steps.announce(print_)
-    steps.collect(steps.peers, steps.sequence, print_, text)
-    is_able = True
-    for peer in steps.peers:
-        address, expected = _PAIR.unpack_from(steps.slots[peer][slot])
-        try:
-            remote.try_read(peer, address, ctypes.addressof(found), 8)
-        except OSError:
-            is_able = False
-        else:
-            is_able = is_able and found.value == expected
-    slot = steps.free_slot()
-    steps.put_header(slot, is_able)
-    steps.announce(print_)
-    steps.collect(steps.peers, steps.sequence, print_, text)
-    return is_able and all(steps.header(peer, slot) for peer in steps.peers)
+_OFFER: Final = struct.Struct("=qqq")  # whether memory of this member can be reached, address, bytes
+_CHUNK_BYTES: Final = 1 << 20
+_PAGE: Final = 4096
 
 
 @final
@@ -168,7 +46,7 @@ class Fetch:
 
 
 class DirectPlan(Plan):
-    """Between two steps, the memory that the members offer may be read.
+    """Between two steps, the memory that the members offer may be reached.
 
     Args:
         text: The operation.
@@ -177,11 +55,11 @@ class DirectPlan(Plan):
         offers: What this member offers.
 
     Attributes:
-        ordinary: Run instead where one member's memory is none that others can read.
+        ordinary: Run instead where one member's memory is none that others can reach.
     """
 
     def __init__(self, text: str, remote: RemoteMemory, world_size: int, offers: Sequence[Offer]) -> None:
-        super().__init__(f"{text}, read in place")
+        super().__init__(f"{text}, in place")
         self.ordinary: Plan | None = None
         self._remote = remote
         self._told = memoryview(bytearray(_OFFER.size * world_size))
@@ -192,7 +70,7 @@ class DirectPlan(Plan):
         self._views: list[memoryview] = []
 
     def refuse(self) -> None:
-        """Tell every member that memory of this one cannot be read."""
+        """Tell every member that memory of this one cannot be reached."""
         for at in range(0, len(self._told), _OFFER.size):
             _OFFER.pack_into(self._told, at, 0, 0, 0)
 
@@ -201,20 +79,33 @@ class DirectPlan(Plan):
         rank = steps.rank_in_group
         if not self._views:
             self._views = [slot[: len(self._told)] for slot in steps.slots[rank]]
-        slot = steps.exchange(self._told, self._views, self.print, self.text, timeout_s)
+        slot = steps.enter(self._told, self._views, self.print, timeout_s)
+        self.prepare()
+        steps.collect(steps.peers, steps.sequence, self.print, self.text)
         at = _OFFER.size * rank
         offered = [_OFFER.unpack_from(slots[slot], at) for slots in steps.slots]
-        for is_readable, _, _ in offered:
-            if not is_readable and self.ordinary is not None:
+        for offer in offered:
+            if not offer[0] and self.ordinary is not None:
                 self.ordinary.run(steps, timeout_s)
                 return
-        self.work(offered)
+        self.work(steps, offered)
+        self.end(steps)
+
+    def end(self, steps: Steps) -> None:
+        """The closing step."""
         steps.announce(self.print)
+        self.finish()
         steps.collect(steps.peers, steps.sequence, self.print, self.text)
 
+    def prepare(self) -> None:
+        """What this member does by itself while the others' addresses are on their way."""
+
     @abstractmethod
-    def work(self, offered: Sequence[tuple[int, ...]]) -> None:
+    def work(self, steps: Steps, offered: Sequence[tuple[int, ...]]) -> None:
         """Everything this member reads; ``offered`` to it, by each member: 1, an address, a number of bytes."""
+
+    def finish(self) -> None:
+        """What this member does by itself while others still read."""
 
 
 @final
@@ -229,21 +120,208 @@ class DirectMove(DirectPlan):
         self, text: str, remote: RemoteMemory, world_size: int, offers: Sequence[Offer], fetches: Sequence[Fetch]
     ) -> None:
         super().__init__(text, remote, world_size, offers)
-        self._copies = [(fetch.memory, fetch.source) for fetch in fetches if fetch.source is not None]
-        self._fetches = [
-            (fetch.member, address_of(fetch.memory), len(fetch.memory))
+        own = [
+            (fetch.memory[start : start + _CHUNK_BYTES], fetch.source[start : start + _CHUNK_BYTES])
             for fetch in fetches
-            if fetch.source is None and fetch.memory
+            if fetch.source is not None
+            for start in range(0, len(fetch.memory), _CHUNK_BYTES)
+        ]
+        self._first, self._last = own[:1], own[1:][-1:]
+        self._own = own[1:-1]
+        others = [(fetch.member, address_of(fetch.memory), len(fetch.memory)) for fetch in fetches if fetch.source is None]
+        self._awaited = [(member, nbytes) for member, _, nbytes in others]
+        most = max((nbytes for _, _, nbytes in others), default=0)
+        readers = {member: remote.reader(member) for member, _, _ in others}
+        self._pieces = [
+            (readers[member], member, start, address + start, min(_CHUNK_BYTES, nbytes - start))
+            for start in range(0, most, _CHUNK_BYTES)
+            for member, address, nbytes in others
+            if start < nbytes
         ]
 
-    def work(self, offered: Sequence[tuple[int, ...]]) -> None:
-        for member, target, nbytes in self._fetches:
-            _, source, there = offered[member]
+    def prepare(self) -> None:
+        for target, source in self._first:
+            target[:] = source
+
+    def work(self, steps: Steps, offered: Sequence[tuple[int, ...]]) -> None:
+        for member, nbytes in self._awaited:
+            there = offered[member][2]
             if there != nbytes:
                 raise CollectiveMismatchError(f"member {member} has {there} bytes where {nbytes} were to be received")
-            self._remote.read(member, source, target, nbytes)
-        for copied, own in self._copies:
-            copied[:] = own
+        for piece, copy in zip_longest(self._pieces, self._own):
+            if piece is not None:
+                read, member, start, address, nbytes = piece
+                read(offered[member][1] + start, address, nbytes)
+            if copy is not None:
+                target, source = copy
+                target[:] = source
+
+    def finish(self) -> None:
+        for target, source in self._last:
+            target[:] = source
+
+
+@final
+class DirectBroadcast(DirectPlan):
+    """From one member to the only other one: it reads the first half, and the source writes the second.
+
+    Args:
+        text: The operation.
+        remote: The peers' memory.
+        peer: The other member.
+        memory: The tensor.
+        is_source: Whether this member sends.
+    """
+
+    def __init__(self, text: str, remote: RemoteMemory, peer: int, memory: memoryview, *, is_source: bool) -> None:
+        super().__init__(text, remote, 2, [Offer(peer, memory)])
+        self._peer = peer
+        self._is_source = is_source
+        half = len(memory) // 2 // _PAGE * _PAGE
+        here = address_of(memory)
+        self._start = half if is_source else 0
+        self._here, self._nbytes = (here + half, len(memory) - half) if is_source else (here, half)
+        self._copy = remote.writer(peer) if is_source else remote.reader(peer)
+
+    def run(self, steps: Steps, timeout_s: float) -> None:
+        """Nobody leaves while the source may be writing."""
+        try:
+            super().run(steps, timeout_s)
+        except BaseException:
+            self.is_exposed = not (self._is_source or self._remote.await_writer(self._peer, timeout_s))
+            raise
+
+    def work(self, steps: Steps, offered: Sequence[tuple[int, ...]]) -> None:
+        self._copy(offered[self._peer][1] + self._start, self._here, self._nbytes)
+
+
+@final
+class DirectReduce(DirectPlan):
+    """Combines what all members offer to this one.
+
+    Args:
+        text: The operation.
+        remote: The peers' memory.
+        rank_in_group: This member.
+        scratch: A block per member.
+        offers: What this member offers to the others.
+        local: This member's operand.
+        out: Where the result goes; may be ``local``. ``None`` where this member gets none.
+        reducer: Combines.
+    """
+
+    def __init__(
+        self,
+        text: str,
+        remote: RemoteMemory,
+        rank_in_group: int,
+        scratch: Sequence[memoryview],
+        offers: Sequence[Offer],
+        local: memoryview,
+        out: memoryview | None,
+        reducer: Reducer,
+    ) -> None:
+        super().__init__(text, remote, len(scratch), offers)
+        self._sums = _Sums(remote, rank_in_group, scratch, local, out, reducer) if out is not None else None
+
+    def work(self, steps: Steps, offered: Sequence[tuple[int, ...]]) -> None:
+        if self._sums is not None:
+            self._sums.run([address for _, address, _ in offered])
+
+
+@final
+class _Sums:
+    """Reads a block of every other member's operand at a time, and combines it with this member's own.
+
+    Args:
+        remote: The peers' memory.
+        rank_in_group: This member.
+        scratch: A block per member.
+        local: This member's operand.
+        out: Where the result goes; may be ``local``.
+        reducer: Combines.
+    """
+
+    def __init__(
+        self,
+        remote: RemoteMemory,
+        rank_in_group: int,
+        scratch: Sequence[memoryview],
+        local: memoryview,
+        out: memoryview,
+        reducer: Reducer,
+    ) -> None:
+        self._reducer = reducer
+        self._local = local
+        self._out = out
+        self._rank = rank_in_group
+        self._scratch = scratch
+        self._block = len(scratch[0])
+        self._is_separate = rank_in_group < 2 or address_of(local) != address_of(out)
+        self._peers = [
+            (member, remote.reader(member), address_of(block)) for member, block in enumerate(scratch) if member != rank_in_group
+        ]
+
+    def run(self, sources: Sequence[int]) -> None:
+        """Combine what lies at address ``sources[m]`` of each member ``m``."""
+        vector = self._reducer.vector
+        rank, total = self._rank, len(self._local)
+        for start in range(0, total, self._block):
+            nbytes = min(self._block, total - start)
+            for member, read, address in self._peers:
+                read(sources[member] + start, address, nbytes)
+            operands = [vector(block[:nbytes]) for block in self._scratch]
+            operands[rank] = vector(self._local[start : start + nbytes])
+            out = self._out[start : start + nbytes]
+            if self._is_separate:  # one of the first two operands may be the result as well
+                self._reducer.combine(operands, vector(out))
+            else:
+                result = self._scratch[rank][:nbytes]
+                self._reducer.combine(operands, vector(result))
+                out[:] = result
+
+
+@final
+class DirectAllReduce(DirectPlan):
+    """Each member combines one part of all tensors in its own; then everybody reads the other parts.
+
+    Args:
+        text: The operation.
+        remote: The peers' memory.
+        steps: Of this member.
+        scratch: A block per member.
+        local: Its tensor.
+        reducer: Combines.
+    """
+
+    def __init__(
+        self,
+        text: str,
+        remote: RemoteMemory,
+        steps: Steps,
+        scratch: Sequence[memoryview],
+        local: memoryview,
+        reducer: Reducer,
+    ) -> None:
+        rank, world_size = steps.rank_in_group, steps.world_size
+        super().__init__(text, remote, world_size, [Offer(peer, local) for peer in steps.peers])
+        part = -(-len(local) // world_size // _PAGE) * _PAGE
+        self._starts = [min(part * member, len(local)) for member in range(world_size + 1)]
+        mine = local[self._starts[rank] : self._starts[rank + 1]]
+        self._sums = _Sums(remote, rank, scratch, mine, mine, reducer)
+        self._base = address_of(local)
+        order = (*range(rank + 1, world_size), *range(rank))
+        self._readers = [(member, remote.reader(member)) for member in order]
+
+    def work(self, steps: Steps, offered: Sequence[tuple[int, ...]]) -> None:
+        starts, rank = self._starts, steps.rank_in_group
+        self._sums.run([address + starts[rank] for _, address, _ in offered])
+        steps.announce(self.print)
+        steps.collect(steps.peers, steps.sequence, self.print, self.text)
+        for member, read in self._readers:
+            start, nbytes = starts[member], starts[member + 1] - starts[member]
+            if nbytes:
+                read(offered[member][1] + start, self._base + start, nbytes)
 
 
 @final
@@ -256,6 +334,13 @@ class DirectWhenLarge(Plan):
         self._large = large
 
     def run(self, steps: Steps, timeout_s: float) -> None:
-        """One step that tells how much there is; the rest where that was not all."""
-        if not self._small.run_first(steps, timeout_s):
-            self._large.run(steps, timeout_s)
+        """One step that tells how much there is and where; the rest where that was not all."""
+        large = self._large
+        offered = self._small.run_first(steps, timeout_s, large.prepare)
+        if not offered:
+            return
+        if all(offer[0] for offer in offered):
+            large.work(steps, offered)
+            large.end(steps)
+        else:
+            self._small.run(steps, timeout_s)

@@ -12,8 +12,9 @@ _ONE_SHOT_BYTES: Final = 1 << 20
 _ONE_SHOT_BYTES_MANY: Final = 32 << 10
 _PIECE_BYTES: Final = 512 << 10  # smaller ones are still dirty in the writer's cache when they are read, which is slower
 _SYMMETRIC_BYTES: Final = 16 << 10
-_DIRECT_BYTES_PAIR: Final = 32 << 10  # through the slots it is a third faster at best, several times slower at worst
-_DIRECT_BROADCAST_BYTES: Final = 2 << 20
+_DIRECT_BYTES_PAIR: Final = 16 << 10  # through the slots it is a third faster at best, several times slower at worst
+_DIRECT_BROADCAST_BYTES: Final = 32 << 10
+_DIRECT_REDUCE_BYTES: Final = 4 << 20
 
 
 @final
@@ -51,8 +52,13 @@ class Limits:
 
     @property
     def direct_broadcast(self) -> int:
-        """The same for broadcasts, in which one writes while the others read."""
-        return _DIRECT_BROADCAST_BYTES
+        """The same for broadcasts, in which several read what one writes; with one reader, each of the two copies a half."""
+        return self.direct if self.world_size == 2 else _DIRECT_BROADCAST_BYTES
+
+    @property
+    def direct_reduce(self) -> int:
+        """Up to here operands go through slots; above, they are read from where they lie."""
+        return _DIRECT_REDUCE_BYTES
 
     @property
     def symmetric(self) -> int:
@@ -72,8 +78,9 @@ class Limits:
         """
         wide, low = (self.one_shot(is_low_precision=is_low) >> 10 for is_low in (False, True))
         moves = (
-            f"read in place all_gather, gather and scatter above {self.direct >> 10} KiB, all_to_all above "
-            f"{min(self.direct, self.share) >> 10} KiB a part, broadcast above {self.direct_broadcast >> 10} KiB"
+            f"in place all_gather, gather and scatter above {self.direct >> 10} KiB, all_to_all above "
+            f"{min(self.direct, self.share) >> 10} KiB a part, broadcast above {self.direct_broadcast >> 10} KiB, "
+            f"reductions above {self.direct_reduce >> 10} KiB"
             if reads_in_place
             else f"everything else through slots, {self.piece >> 10} KiB at a time"
         )

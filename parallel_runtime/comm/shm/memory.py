@@ -8,7 +8,7 @@ import ctypes
 
 from torch import Tensor
 
-__all__ = ["view_bytes"]
+__all__ = ["keep_for_ever", "view_bytes"]
 
 
 def view_bytes(tensor: Tensor) -> memoryview:
@@ -24,3 +24,12 @@ def view_bytes(tensor: Tensor) -> memoryview:
     if not nbytes:
         return memoryview(bytearray())
     return memoryview((ctypes.c_char * nbytes).from_address(tensor.data_ptr())).cast("B")
+
+
+def keep_for_ever(tensor: Tensor) -> None:
+    """Never give back the memory of a tensor that another process, stopped in the middle, will write into when it goes on.
+
+    Args:
+        tensor: Any.
+    """
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(tensor))

@@ -9,7 +9,7 @@ from typing import Protocol, final
 from torch import Tensor
 
 from parallel_runtime.comm.communicator import Work
-from parallel_runtime.comm.shm.direct import RemoteMemory, address_of
+from parallel_runtime.comm.shm.remote import Copy, address_of
 from parallel_runtime.comm.shm.ring import RingEnd
 from parallel_runtime.errors import CollectiveMismatchError, PeerError
 
@@ -51,7 +51,7 @@ class MessageWork(Work):
         tag: Its tag.
         is_send: Whether it sends.
         is_open: Whether it is still under way.
-        address: Where the receiver may read it, or 0.
+        address: Where its tensor lies, if the other side, or this one from the other side's, may copy straight; or 0.
     """
 
     __slots__ = ("_error", "_mailbox", "_tensor", "address", "is_open", "is_send", "memory", "peer", "tag")
@@ -156,6 +156,23 @@ class Outgoing:
         self.queue.remove(work)
         return True
 
+    def has_news(self) -> bool:
+        """Whether the peer may have taken something since it was looked at."""
+        return not self._offered or self._ring.consumed() >= self._offered[0][0]
+
+    def offer(self, work: MessageWork) -> bool:
+        """Let the peer read the memory of ``work`` where it lies, if nothing has to go before it; whether it was told so."""
+        if self.queue or not self._ring.write_header(work.tag, len(work.memory), work.address):
+            return False
+        self._offered.append((self._ring.position, work))
+        self._ring.announce()
+        return True
+
+    def enqueue(self, work: MessageWork) -> bool:
+        """Send ``work`` when its turn comes; whether anything went."""
+        self.queue.append(work)
+        return self.progress()
+
     def write_whole(self, tag: int, memory: memoryview) -> bool:
         """Send in one go what fits the ring now, if nothing has to go before it; whether that was done."""
         return not self.queue and self._ring.write_whole(tag, memory)
@@ -199,7 +216,7 @@ class Incoming:
     """What comes from one peer: receives that wait for messages, and messages that wait for receives."""
 
     def __init__(self, ring: RingEnd, src: int) -> None:
-        self.remote: RemoteMemory | None = None
+        self.read: Copy | None = None
         self._is_over = False
         self.posted: dict[int, deque[MessageWork]] = {}
         self._kept: dict[int, deque[Message]] = {}
@@ -219,6 +236,10 @@ class Incoming:
         message.work = work
         if message.filled == message.nbytes:
             message.deliver(self._src)
+
+    def has_news(self) -> bool:
+        """Whether the peer may have sent something since it was looked at."""
+        return self._ring.room() > 0
 
     def withdraw(self, work: MessageWork) -> bool:
         """Forget ``work``; ``False`` where its first bytes are here already."""
@@ -253,7 +274,7 @@ class Incoming:
                     return moved
                 tag, nbytes, address = header
                 moved = True
-                if not address and self._take_whole(tag, nbytes):
+                if self._fetch_whole(tag, nbytes, address) if address else self._take_whole(tag, nbytes):
                     continue
                 message = self._current = self._begin(tag, nbytes)
                 if address and not self._fetch_message(message, address):
@@ -283,11 +304,31 @@ class Incoming:
             del self.posted[tag]
         return True
 
+    def _fetch_whole(self, tag: int, nbytes: int, address: int) -> bool:
+        """Fill the receive that waits for this message, straight from the tensor that the sender offers."""
+        works = self.posted.get(tag)
+        if not works or len(works[0].memory) != nbytes:
+            return False
+        work = works[0]
+        try:
+            assert self.read is not None  # nobody offers anything otherwise
+            self.read(address, work.address, nbytes)
+        except PeerError as exc:
+            self._is_over = True
+            work.finish(exc)
+        works.popleft()
+        if not works:
+            del self.posted[tag]
+        if not self._is_over:
+            self._ring.announce()
+            work.finish()
+        return True
+
     def _fetch_message(self, message: Message, address: int) -> bool:
         """Copy a message that the sender offers; ``False`` where it is gone, and nothing follows."""
         try:
-            assert self.remote is not None  # nobody offers anything otherwise
-            self.remote.read(self._src, address, address_of(message.memory), message.nbytes)
+            assert self.read is not None  # nobody offers anything otherwise
+            self.read(address, address_of(message.memory), message.nbytes)
         except PeerError as exc:
             self._current = None
             self._is_over = True

@@ -15,17 +15,17 @@ from typing import Final, final
 from torch import Tensor
 
 from parallel_runtime.comm.communicator import Work
-from parallel_runtime.comm.shm.direct import RemoteMemory, address_of
 from parallel_runtime.comm.shm.geometry import Geometry
 from parallel_runtime.comm.shm.memory import view_bytes
 from parallel_runtime.comm.shm.messages import Incoming, MessageWork, Outgoing, SentWork
+from parallel_runtime.comm.shm.remote import RemoteMemory
 from parallel_runtime.comm.shm.ring import RingEnd
 from parallel_runtime.comm.shm.waiting import Bells, Waiter
 from parallel_runtime.errors import PeerError
 
 __all__ = ["Mailbox"]
 
-_DIRECT_BYTES_PAIR: Final = 128 << 10
+_DIRECT_BYTES_PAIR: Final = 16 << 10
 _MAX_VIEWS: Final = 512
 
 
@@ -54,6 +54,7 @@ class Mailbox:
             peer: Incoming(_open_ring(memory, geometry, peer, rank_in_group, is_writer=False), peer) for peer in peers
         }
         self._waiter = waiter
+        self._looks = 1 if waiter.is_crowded else waiter.looks
         self._bells = bells
         self._lock = threading.Lock()
         self._num_open = 0
@@ -63,15 +64,15 @@ class Mailbox:
     def read_from(self, remote: RemoteMemory) -> None:
         """Let large messages be read where they lie; agreed by all members, before any message."""
         self._is_direct = True
-        for incoming in self._incoming.values():
-            incoming.remote = remote
+        for peer, incoming in self._incoming.items():
+            incoming.read = remote.reader(peer)
 
     def isend(self, tensor: Tensor, dst: int, tag: int) -> Work:
         """Start sending ``tensor``; it is kept alive and must not change until the work is done."""
         memory, outgoing = self._view(tensor), self._outgoing[dst]
         address = 0
         if len(memory) > self._direct_bytes and self._is_direct and not tensor.is_pinned():
-            address = address_of(memory)
+            address = tensor.data_ptr()
         with self._lock:
             if not address and outgoing.write_whole(tag, memory):
                 self._ring()
@@ -79,14 +80,14 @@ class Mailbox:
             work = MessageWork(self, memory, tensor, dst, tag, is_send=True)
             work.address = address
             self._remember()
-            outgoing.queue.append(work)
-            if outgoing.progress():
+            if (address and outgoing.offer(work)) or outgoing.enqueue(work):
                 self._ring()
         return work
 
     def irecv(self, tensor: Tensor, src: int, tag: int) -> Work:
         """Start filling ``tensor``; it is kept alive until the work is done."""
         work = MessageWork(self, self._view(tensor), tensor, src, tag, is_send=False)
+        work.address = tensor.data_ptr()
         with self._lock:
             self._remember()
             self._incoming[src].post(work)
@@ -125,10 +126,13 @@ class Mailbox:
     def wait(self, work: MessageWork, timeout_s: float) -> None:
         """Move everything on until ``work`` is done; an error of the wait becomes the work's own."""
         end = self._outgoing[work.peer] if work.is_send else self._incoming[work.peer]
-        if work.is_open:
-            self._move(end)
-        if not work.is_open:
-            return
+        for _ in range(self._looks):  # cheap ones, before those of the waiter, which move everything on
+            if end.has_news():
+                with self._lock:
+                    if end.progress():
+                        self._ring()
+                if not work.is_open:
+                    return
         self._waiter.deadline = None
         try:
             self._waiter.until(lambda: not work.is_open or (self._move(end) and not work.is_open), timeout_s, lambda: [work.peer])

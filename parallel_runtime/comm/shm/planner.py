@@ -1,19 +1,21 @@
 """Which plan an operation gets: small ones in one shot, large ones in pieces, symmetric tensors in place."""
 
 from collections.abc import Sequence
-from typing import TypedDict, Unpack, final
+from typing import Final, TypedDict, Unpack, final
 
 import torch
 from torch import Tensor
 
 from parallel_runtime.comm.communicator import ReduceOp
 from parallel_runtime.comm.shm.direct import (
+    DirectAllReduce,
+    DirectBroadcast,
     DirectMove,
     DirectPlan,
+    DirectReduce,
     DirectWhenLarge,
     Fetch,
     Offer,
-    RemoteMemory,
 )
 from parallel_runtime.comm.shm.limits import Limits
 from parallel_runtime.comm.shm.memory import view_bytes
@@ -30,10 +32,14 @@ from parallel_runtime.comm.shm.plans import (
     TwoShot,
 )
 from parallel_runtime.comm.shm.reductions import LOW_PRECISION, make_reducer
+from parallel_runtime.comm.shm.remote import RemoteMemory, address_of
 from parallel_runtime.comm.shm.steps import Steps
 from parallel_runtime.comm.shm.symmetric import SymmetricAllGather, SymmetricAllReduce, SymmetricBuffer, SymmetricReduceScatter
 
 __all__ = ["Planner"]
+
+_PAGE: Final = 4096
+_SCRATCH_BYTES: Final = 1 << 20
 
 
 class _Parts(TypedDict, total=False):
@@ -53,7 +59,7 @@ class Planner:
     Attributes:
         limits: Where the ways part.
         buffers: The symmetric ones.
-        remote: The peers' memory, where all members can read each other's.
+        remote: The peers' memory, where all members can reach each other's.
     """
 
     def __init__(self, steps: Steps) -> None:
@@ -67,6 +73,7 @@ class Planner:
         self._direct_bytes = limits.direct
         self._slots: dict[tuple[int, torch.dtype, ReduceOp], SlotVectors] = {}
         self.buffers: list[SymmetricBuffer] = []
+        self._blocks: tuple[memoryview, ...] = ()
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp) -> Plan:
         """Plan an all-reduce in place.
@@ -83,7 +90,11 @@ class Planner:
             views = buffer.views(offset, tensor.nbytes)
             return SymmetricAllReduce(f"{text} on symmetric buffer {buffer.index}+{offset}", views, self._rank, reducer)
         if tensor.nbytes > self.limits.one_shot(is_low_precision=tensor.dtype in LOW_PRECISION):
-            return TwoShot(text, self._steps, local, reducer)
+            two_shot = TwoShot(text, self._steps, local, reducer)
+            if self.remote is None or tensor.nbytes <= self.limits.direct_reduce:
+                return two_shot
+            large = DirectAllReduce(text, self.remote, self._steps, self._scratch(), local, reducer)
+            return _unless_pinned(large, two_shot, [tensor])
         key = (tensor.nbytes, tensor.dtype, op)
         slots = self._slots.get(key)
         if slots is None:
@@ -125,7 +136,12 @@ class Planner:
         puts = [Put(rows[peer], self._share(rank, peer)) for peer in self._steps.peers]
         offsets = tuple(0 if member == rank else self._share(member, rank) for member in range(self._world_size))
         reduction = Reduction(out, rows[rank], offsets, reducer)
-        return self._pieces(text, len(out), self._share_bytes, peers=self._steps.peers, puts=puts, reduction=reduction)
+        ordinary = self._pieces(text, len(out), self._share_bytes, peers=self._steps.peers, puts=puts, reduction=reduction)
+        if self.remote is None or tensor.nbytes <= self.limits.direct_reduce:
+            return ordinary
+        offers = [Offer(peer, rows[peer]) for peer in self._steps.peers]
+        large = DirectReduce(text, self.remote, rank, self._scratch(), offers, rows[rank], out, reducer)
+        return _unless_pinned(large, ordinary, [tensor])
 
     def all_to_allv(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Plan:
         """Plan an exchange of parts of any size."""
@@ -137,26 +153,33 @@ class Planner:
         text = f"all_to_all({inputs[0].dtype})"
         share_bytes = self._share_bytes
         piece_bytes = share_bytes - SIZE_BYTES if self.remote is None else min(self._direct_bytes, share_bytes - SIZE_BYTES)
+        is_reachable = self.remote is not None and not any(tensor.is_pinned() for tensor in inputs)
         plan = AgreedTransfer(
-            text, share_bytes=share_bytes, piece_bytes=piece_bytes, nbytes=nbytes, peers=peers, puts=puts, takes=takes
+            text,
+            share_bytes=share_bytes,
+            piece_bytes=piece_bytes,
+            nbytes=nbytes,
+            peers=peers,
+            puts=puts,
+            takes=takes,
+            addresses=[address_of(put.local) for put in puts] if is_reachable else (),
         )
         if self.remote is None:
             return plan
-        offers = [Offer(peer, view_bytes(inputs[peer])) for peer in peers]
-        large = DirectMove(text, self.remote, self._world_size, offers, _fetches(takes))
-        _unless_pinned(large, plan, inputs)
-        return DirectWhenLarge(plan, large)
+        return DirectWhenLarge(plan, DirectMove(text, self.remote, self._world_size, (), _fetches(takes)))
 
     def broadcast(self, tensor: Tensor, src: int) -> Plan:
         """Plan a broadcast from ``src``."""
         text = f"broadcast({_what(tensor)}, src {src})"
         local = view_bytes(tensor)
-        if len(local) <= self.limits.direct_broadcast:  # one writes while the others read
-            parts: _Parts = {"puts": [Put(local)]} if src == self._rank else {"peers": (src,), "takes": [Take(local, src)]}
+        is_source = src == self._rank
+        parts: _Parts = {"puts": [Put(local)]} if is_source else {"peers": (src,), "takes": [Take(local, src)]}
+        if self.remote is None or len(local) <= self.limits.direct_broadcast:  # one writes while the others read
             return self._pieces(text, len(local), self._piece_bytes, **parts)
-        if src == self._rank:
-            return self._transfer(text, len(local), [tensor], puts=[Put(local)])
-        return self._transfer(text, len(local), [], peers=(src,), takes=[Take(local, src)])
+        if self._world_size > 2:
+            return self._transfer(text, len(local), [tensor] if is_source else [], **parts)
+        shared = DirectBroadcast(text, self.remote, self._steps.peers[0], local, is_source=is_source)
+        return _unless_pinned(shared, self._pieces(text, len(local), self._piece_bytes, **parts), [tensor])
 
     def reduce(self, output: Tensor | None, tensor: Tensor, dst: int, op: ReduceOp) -> Plan:
         """Plan a reduction to ``dst``.
@@ -167,10 +190,16 @@ class Planner:
         reducer = make_reducer(op, tensor.dtype, self._world_size)
         text = f"reduce({op}, {_what(tensor)}, dst {dst})"
         local = view_bytes(tensor)
-        if output is None:
-            return self._pieces(text, len(local), self._piece_bytes, puts=[Put(local)])
-        reduction = Reduction(view_bytes(output), local, (0,) * self._world_size, reducer)
-        return self._pieces(text, len(local), self._piece_bytes, peers=self._steps.peers, reduction=reduction)
+        parts: _Parts = {"puts": [Put(local)]}
+        out = None if output is None else view_bytes(output)
+        if out is not None:
+            parts = {"peers": self._steps.peers, "reduction": Reduction(out, local, (0,) * self._world_size, reducer)}
+        ordinary = self._pieces(text, len(local), self._piece_bytes, **parts)
+        if self.remote is None or tensor.nbytes <= self.limits.direct_reduce:
+            return ordinary
+        offers = [Offer(dst, local)] if out is None else []
+        large = DirectReduce(text, self.remote, self._rank, self._scratch(), offers, local, out, reducer)
+        return _unless_pinned(large, ordinary, [tensor])
 
     def gather(self, outputs: Sequence[Tensor] | None, tensor: Tensor, dst: int) -> Plan:
         """Plan a gather to ``dst``."""
@@ -201,8 +230,18 @@ class Planner:
         return Transfer(f"publish({_what(tensor)})", piece_bytes=1, nbytes=0, peers=self._steps.peers)
 
     def forget(self) -> None:
-        """Drop the views of slots that plans share."""
+        """Drop the views of slots that plans share, and their scratch memory."""
         self._slots.clear()
+        self._blocks = ()
+
+    def _scratch(self) -> Sequence[memoryview]:
+        """A block per member, for plans that read operands: together they stay in the cache."""
+        if not self._blocks:
+            block = _SCRATCH_BYTES // self._world_size // _PAGE * _PAGE
+            memory = memoryview(bytearray(block * self._world_size + _PAGE))
+            start = -address_of(memory) % _PAGE
+            self._blocks = tuple(memory[start + member * block :][:block] for member in range(self._world_size))
+        return self._blocks
 
     def _find(self, tensor: Tensor) -> tuple[SymmetricBuffer, int] | None:
         if tensor.nbytes > self.limits.symmetric:

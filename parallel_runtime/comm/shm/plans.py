@@ -7,8 +7,9 @@ each other less and a piece is still in the cache when it is read.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from struct import Struct
 from typing import Final, TypeAlias, final
 
@@ -23,15 +24,22 @@ SIZE_BYTES: Final = 64
 """Room behind every part of an exchange for its length; a line, so that pieces stay aligned."""
 
 _ALIGNMENT: Final = 64
-_SIZE: Final = Struct("<q")
+_PART: Final = Struct("=qqq")  # whether it can be reached in its process, address, bytes
 _Copies: TypeAlias = list[tuple[memoryview, memoryview]]
 _Reads: TypeAlias = tuple[_Copies, list[Vector], Vector | None]
 
 
 class Plan(ABC):
-    """One operation of one member, ready to run again and again."""
+    """One operation of one member, ready to run again and again.
+
+    Attributes:
+        text: What the members have to agree on.
+        print: Its fingerprint.
+        is_exposed: Whether, after a failure, another process might still write into this member's tensor.
+    """
 
     def __init__(self, text: str) -> None:
+        self.is_exposed = False
         self.text = text
         self.print = fingerprint(text)
 
@@ -221,6 +229,7 @@ class AgreedTransfer(Transfer):
         peers: Every other member.
         puts: One per peer.
         takes: One per peer, and this member's own.
+        addresses: Where each put lies in this process, if the others can reach it there.
 
     Raises:
         CollectiveMismatchError: When run: a member sends another number of bytes than is to be received.
@@ -236,10 +245,16 @@ class AgreedTransfer(Transfer):
         peers: tuple[int, ...],
         puts: Sequence[Put],
         takes: Sequence[Take],
+        addresses: Sequence[int] = (),
     ) -> None:
         super().__init__(text, piece_bytes=piece_bytes, nbytes=nbytes, peers=peers, puts=puts, takes=takes)
         at = share_bytes - SIZE_BYTES
-        self._sent = [(put.offset + at, len(put.local)) for put in puts]
+        self._is_reachable = bool(addresses)
+        self._sent = [
+            (put.offset + at, _PART.pack(self._is_reachable, address, len(put.local)))
+            for put, address in zip_longest(puts, addresses, fillvalue=0)
+            if isinstance(put, Put)
+        ]
         self._awaited = [(take.member, take.offset + at, len(take.local)) for take in takes if take.source is None]
 
     def run(self, steps: Steps, timeout_s: float) -> None:
@@ -250,11 +265,17 @@ class AgreedTransfer(Transfer):
         finally:
             self._num_steps = mine
 
-    def run_first(self, steps: Steps, timeout_s: float) -> bool:
+    def run_first(self, steps: Steps, timeout_s: float, prepare: Callable[[], None]) -> list[tuple[int, ...]]:
         """Only the first step of ``run``; without data where this member knows that it cannot be all.
 
+        Args:
+            steps: The clock.
+            timeout_s: Seconds.
+            prepare: Called meanwhile where this member knows that it cannot be all.
+
         Returns:
-            Whether that was all, for all members.
+            ``[]`` if that was all, for all members. Otherwise what each member has for this one: whether it can be reached in its
+            process, address, and number of bytes; of this member only the first counts.
         """
         steps.begin(timeout_s)
         if self._num_steps == 1:
@@ -262,13 +283,16 @@ class AgreedTransfer(Transfer):
         else:
             self._tell(steps)
             steps.announce(self.print)
+            prepare()
         steps.collect(self._peers, steps.sequence, self.print, self.text)
         slot = steps.sequence % NUM_SLOTS
-        self._compare(steps, slot)
-        is_all = self._num_steps == 1 and all(steps.header(member, slot) == 1 for member in steps.peers)
-        if is_all:
-            Transfer._take(self, steps, 0, slot)
-        return is_all
+        offered = self._compare(steps, slot)
+        if self._num_steps > 1 or any(steps.header(member, slot) > 1 for member in steps.peers):
+            if self._num_steps == 1:
+                prepare()
+            return offered
+        Transfer._take(self, steps, 0, slot)
+        return []
 
     def _put(self, steps: Steps, piece: int) -> None:
         if piece == 0:
@@ -285,14 +309,17 @@ class AgreedTransfer(Transfer):
         slot = steps.free_slot()
         steps.put_header(slot, self._num_steps)
         memory = steps.slots[steps.rank_in_group][slot]
-        for at, nbytes in self._sent:
-            _SIZE.pack_into(memory, at, nbytes)
+        for at, part in self._sent:
+            memory[at : at + len(part)] = part
 
-    def _compare(self, steps: Steps, slot: int) -> None:
+    def _compare(self, steps: Steps, slot: int) -> list[tuple[int, ...]]:
+        offered: list[tuple[int, ...]] = [(self._is_reachable, 0, 0)] * steps.world_size
         for member, at, nbytes in self._awaited:
-            (there,) = _SIZE.unpack_from(steps.slots[member][slot], at)
+            offered[member] = _PART.unpack_from(steps.slots[member][slot], at)
+            there = offered[member][2]
             if there != nbytes:
                 raise CollectiveMismatchError(f"member {member} has {there} bytes where {nbytes} were to be received")
+        return offered
 
 
 @final

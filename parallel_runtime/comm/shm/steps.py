@@ -173,8 +173,38 @@ class Steps:
             piece[:] = slots[self.sequence % NUM_SLOTS][: len(piece)]
         return received
 
+    def enter(self, source: memoryview, targets: Sequence[memoryview], print_: int, timeout_s: float) -> int:
+        """Begin an operation with a step that waits for all: ``begin``, ``free_slot``, a copy and ``announce`` in one call.
+
+        Args:
+            source: What this member says.
+            targets: Per slot, where it goes.
+            print_: Fingerprint of the operation.
+            timeout_s: Seconds.
+
+        Returns:
+            The slot that everybody uses.
+
+        Raises:
+            PeerError: A member is far behind, and late or gone.
+        """
+        self._timeout_s = timeout_s
+        self._waiter.deadline = None
+        step = self.sequence + 1
+        if self._settled < step - 2:
+            self._settle(step - 2)
+        slot = step % NUM_SLOTS
+        targets[slot][:] = source
+        if self._lock is not None:
+            full_fence(self._lock)
+        self.sequence = step
+        self._words[self._flag] = step << _PRINT_BITS | print_
+        if self._marks[0] or (self._many and any(self._marks)):
+            self._bells.ring()
+        return slot
+
     def exchange(self, source: memoryview, targets: Sequence[memoryview], print_: int, text: str, timeout_s: float) -> int:
-        """One whole step of all members: ``begin``, ``free_slot``, a copy, ``announce`` and ``collect`` in one call.
+        """One whole step of all members: ``enter`` and ``collect`` in one call.
 
         Args:
             source: What this member says.
@@ -189,20 +219,9 @@ class Steps:
         Raises:
             PeerError: A member is late, gone or in another operation.
         """
-        self._timeout_s = timeout_s
-        self._waiter.deadline = None
-        step = self.sequence + 1
-        if self._settled < step - 2:
-            self._settle(step - 2)
-        slot = step % NUM_SLOTS
-        targets[slot][:] = source
-        if self._lock is not None:
-            full_fence(self._lock)
-        self.sequence = step
-        words, flags = self._words, self._flags
-        words[self._flag] = exact = step << _PRINT_BITS | print_
-        if self._marks[0] or (self._many and any(self._marks)):
-            self._bells.ring()
+        slot = self.enter(source, targets, print_, timeout_s)
+        words, flags, step = self._words, self._flags, self.sequence
+        exact = step << _PRINT_BITS | print_
         for peer in self.peers:
             if words[flags[peer]] != exact:
                 self.collect(self.peers, step, print_, text)

@@ -44,6 +44,8 @@ _SUSPICIOUS_S: Final = 1.0
 _IN_USE: Final = 0
 _LEFT: Final = 1
 _GAVE_UP: Final = 2
+_WRITING: Final = 2
+"""Where, behind a member's state, the word is that says that it writes into the memory of another."""
 
 
 def needs_fence(machine: str = platform.machine()) -> bool:
@@ -170,18 +172,31 @@ class Liveness:
             full_fence(self._lock)
         return bool(self._words[self._states[peer]] != _IN_USE)
 
+    def set_writing(self, value: bool) -> None:
+        """Tell the peers whether this member may be writing into the memory of one of them."""
+        self._words[self._mine + _WRITING] = value
+
+    def is_writing(self, peer: int) -> bool:
+        """Whether ``peer`` may be writing into the memory of another process."""
+        return bool(self._words[self._states[peer] + _WRITING])
+
+    def has_ended(self, peer: int) -> bool:
+        """Whether the process of ``peer`` is known to have ended."""
+        self.why_gone(peer)
+        return peer in self._dead
+
     def why_gone(self, peer: int) -> str | None:
         """Why ``peer`` will never come, or ``None`` as far as anybody knows."""
         state = self._words[self._states[peer]]
+        for descriptor, _ in self._poll.poll(0):
+            self._dead.add(self._pidfds[descriptor])
+            self._poll.unregister(descriptor)
         if self._lock is not None:  # what the peer did before it went is looked for after this
             full_fence(self._lock)
         if state == _LEFT:
             return f"member {peer} left"
         if state == _GAVE_UP:
             return f"member {peer} gave up after an error of its own"
-        for descriptor, _ in self._poll.poll(0):
-            self._dead.add(self._pidfds[descriptor])
-            self._poll.unregister(descriptor)
         return f"the process of member {peer} ended" if peer in self._dead else None
 
     def close(self) -> None:

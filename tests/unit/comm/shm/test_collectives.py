@@ -169,6 +169,32 @@ def test_reduce_and_reduce_scatter(
     assert all(map(torch.equal, inputs, untouched))
 
 
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize(("dtype", "op"), [(torch.float32, ReduceOp.SUM), (torch.bfloat16, ReduceOp.AVG)])
+def test_what_is_combined_in_place_has_the_same_bits(
+    worlds: dict[int, Threads], world_size: int, dtype: torch.dtype, op: ReduceOp
+) -> None:
+    """Above 4 MiB each member reads a part of all tensors where they lie."""
+    count = (4 << 20) // dtype.itemsize // world_size + 1001
+    inputs = [draw(rank, (world_size, count), dtype, 5) for rank in range(world_size)]
+    expected, kept = in_order(inputs, op), [tensor.clone() for tensor in inputs]
+
+    def body(comm: ShmCommunicator) -> list[Tensor]:
+        rank = comm.rank_in_group
+        row, whole, summed = torch.empty(count, dtype=dtype), torch.empty_like(expected), inputs[rank].clone()
+        comm.reduce_scatter(row, inputs[rank], op, TIMEOUT_S)
+        comm.reduce(whole if rank == world_size - 1 else None, inputs[rank], world_size - 1, op, TIMEOUT_S)
+        comm.all_reduce_(summed, op, TIMEOUT_S)
+        return [row, whole, summed]
+
+    results = worlds[world_size].run(body)
+    for rank, (row, _, summed) in enumerate(results):
+        assert torch.equal(row, expected[rank])
+        assert torch.equal(summed, expected)
+        assert torch.equal(inputs[rank], kept[rank])
+    assert torch.equal(results[-1][1], expected)
+
+
 @pytest.mark.parametrize("size", [5, 4096, 70_000, 300_001])
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_symmetric_buffers_give_the_same_bits(worlds: dict[int, Threads], world_size: int, size: int) -> None:
