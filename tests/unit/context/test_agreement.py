@@ -77,7 +77,7 @@ def test_agree_says_why() -> None:
         if ctx.rank < 2:
             ctx.agree(True, group=ctx.group("tp"))
             for wrong in (0, float("inf"), True):
-                with pytest.raises(ArgumentError, match=f"timeout_s={wrong} must be a positive number"):
+                with pytest.raises(ArgumentError, match=f"timeout_s={wrong} must be a number of seconds above 0"):
                     ctx.agree(True, timeout_s=wrong)
 
     run_threads(body, ParallelConfig(tp=2, dp=2), timeout_s=50)
