@@ -31,6 +31,7 @@ Copy: TypeAlias = Callable[[int, int, int], None]
 
 _OPENING: Final = struct.Struct("=qqq")  # address of a token, the token, where the peer writes its own
 _LOOK_S: Final = 0.001
+_ENDING_S: Final = 1.0
 
 
 def address_of(memory: memoryview) -> int:
@@ -164,9 +165,15 @@ class RemoteMemory:
         try:
             self.try_copy(member, remote, local, nbytes, is_write=is_write)
         except OSError as exc:
-            ended = f"the process of member {member} ended" if exc.errno == errno.ESRCH else None
-            why = ended or self._liveness.why_gone(member) or f"member {member} does not let its memory be reached"
+            why = f"the process of member {member} ended" if exc.errno == errno.ESRCH else self._await_reason(member)
             raise PeerLostError(f"waited for member {member}: {why}: {exc}") from exc
+
+    def _await_reason(self, member: int) -> str:
+        """Why its memory is not to be had: a process that is being killed loses its memory before it has ended."""
+        limit = monotonic() + _ENDING_S
+        while (why := self._liveness.why_gone(member)) is None and monotonic() < limit:
+            sleep(_LOOK_S)
+        return why or f"member {member} does not let its memory be reached"
 
 
 def _vectors() -> tuple[Any, Any, tuple[Any, ...]]:
