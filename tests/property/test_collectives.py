@@ -342,7 +342,7 @@ def test_local_collectives_equal_the_reference(program: tuple[tuple[int, ...], l
 
 
 @pytest.mark.parametrize("kind", sorted(set(EVERY_MAKER) - {"local"}))
-@settings(max_examples=60, phases=PHASES)
+@settings(max_examples=30, phases=PHASES)
 @given(program=programs())
 def test_collectives_equal_the_reference(kind: str, program: tuple[tuple[int, ...], list[Step]]) -> None:
     compare(kind, *program)
