@@ -1,9 +1,11 @@
 """What one rank tells about itself: the operations of its groups, and where in the program its thread is."""
 
+import gc
 import os
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from time import perf_counter
 from types import FrameType
@@ -160,18 +162,13 @@ def make_report(
     Returns:
         The report.
     """
-    frames = sys._current_frames()
-    traffics = set(map(id, connections.values()))
-    runs = {ident: _run_of(frame) for ident, frame in frames.items()}
-    inside = [ident for ident, run in runs.items() if run is not None and id(run.f_locals.get("traffic")) in traffics]
-    chosen = thread if thread in inside or not inside else inside[0]
-    run = runs.get(chosen)
+    inside, stack = _look_at(thread, set(map(id, connections.values())))
     return Report(
         rank=rank,
         pid=os.getpid(),
         host=host,
-        inside=_name(run) if run is not None else "",
-        stack=stack_of(frames.get(chosen)),
+        inside=inside,
+        stack=stack,
         connections=tuple(
             Connected(ranks=ranks, tail=tuple(map(_done, traffic.recorder.tail(_TAIL)))) for ranks, traffic in connections.items()
         ),
@@ -179,6 +176,33 @@ def make_report(
         blamed=tuple(blamed),
         counted=counted,
     )
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """No garbage is collected meanwhile.
+
+    Each look at a frame of another thread makes an object of it. Where that collects garbage, as Python 3.11 does, finalizers may
+    let the other thread go on, and then the object is of a frame that is gone: reading it crashes the process.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@_uncollected()
+def _look_at(thread: int, traffics: set[int]) -> tuple[str, tuple[str, ...]]:
+    """The operation that a thread is inside, and where it is; of another one's if that alone is inside one of this traffic."""
+    frames = sys._current_frames()
+    runs = {ident: _run_of(frame) for ident, frame in frames.items()}
+    inside = [ident for ident, run in runs.items() if run is not None and id(run.f_locals.get("traffic")) in traffics]
+    chosen = thread if thread in inside or not inside else inside[0]
+    run = runs.get(chosen)
+    return _name(run) if run is not None else "", stack_of(frames.get(chosen))
 
 
 def stack_of(frame: FrameType | None) -> tuple[str, ...]:

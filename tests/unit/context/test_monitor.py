@@ -1,11 +1,13 @@
 """What an operation that fails tells about the other ranks, over every way to connect threads."""
 
 import errno
+import gc
 import re
 import socket
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -318,6 +320,28 @@ def test_the_stack_of_plumbing_alone_is_shown_as_it_is() -> None:
     started.set()
     thread.join()
     assert stack_of(None) == ()
+
+
+def test_no_garbage_is_collected_while_other_threads_are_looked_at() -> None:
+    """It might let them go on, and their frames would be gone while they are read."""
+    collected: list[set[str]] = []
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        collected.append({frame.name for frame in traceback.extract_stack()})
+
+    monitor = Monitor(meeting_of(hash_store(), 0), host="here", address="127.0.0.1", hub=None)
+    threshold = gc.get_threshold()
+    gc.callbacks.append(note)
+    gc.set_threshold(1)
+    try:
+        monitor.report()
+    finally:
+        gc.set_threshold(*threshold)
+        gc.callbacks.remove(note)
+        monitor.close()
+    assert gc.isenabled()
+    assert any("report" in names for names in collected)
+    assert not any("_look_at" in names for names in collected)
 
 
 def test_over_gloo_a_wait_for_one_ends_when_another_member_is_gone() -> None:
