@@ -13,7 +13,7 @@ from parallel_runtime.comm.dicts import TensorDicts
 from parallel_runtime.comm.messages import Messages
 from parallel_runtime.comm.outbox import Outbox
 from parallel_runtime.comm.p2p import PointToPoint, RecvHandle, SendHandle, check_peer
-from parallel_runtime.errors import ArgumentError, ContextStateError
+from parallel_runtime.errors import ArgumentError
 
 __all__ = ["MessageCalls"]
 
@@ -331,10 +331,9 @@ class MessageCalls(ABC):
 
         Raises:
             ArgumentError: ``peer`` is not another member or was left out, the name is taken, or the schema is unusable.
-            ContextStateError: The group is closed.
+            ContextStateError: The group is closed, or belongs to another process.
         """
-        if not self._core.is_open:
-            raise ContextStateError(f"channel {name!r} on group {self._core.name}: the group is closed")
+        self._core.check_usable(f"channel {name!r}")
         if peer is None and self._core.communicator.world_size != 2:
             raise ArgumentError(
                 f"channel {name!r}: say which of the {self._core.communicator.world_size} members of {self._core.name} is it"

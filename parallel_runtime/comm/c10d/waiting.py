@@ -137,6 +137,9 @@ class Backend(Communicator):
             if isinstance(exc, PeerError):
                 raise
             raise self._translated(exc, whom, timeout_s) from exc
+        except BaseException as exc:  # of a signal's handler: how far the operation went is not known
+            self._break_off(PeerLostError(f"a {type(exc).__name__} ended an operation half-way"))
+            raise
 
     def _wait_in_slices(self, work: c10d.Work, whom: str, timeout_s: float) -> None:
         """Wait for a collective until the deadline; a peer that is gone ends it sooner, a standstill of this process later."""

@@ -30,7 +30,7 @@ from parallel_runtime.comm.c10d import stores, waiting
 from parallel_runtime.comm.diagnosis import Diagnostician, Failure
 from parallel_runtime.config import ParallelConfig
 from parallel_runtime.context import ParallelContext
-from parallel_runtime.errors import ArgumentError, ConfigError, PeerError, PeerLostError, PeerTimeoutError
+from parallel_runtime.errors import ArgumentError, ConfigError, EarlierFailureError, PeerError, PeerLostError, PeerTimeoutError
 from parallel_runtime.launch import run_threads
 from tests.spmd.worlds import World
 
@@ -136,6 +136,35 @@ def test_a_late_sender_is_late_by_the_clock_of_the_thread_at_the_side() -> None:
 def test_a_member_that_never_comes() -> None:
     with pytest.raises(PeerTimeoutError, match=r"waited 0.2 s for its other members"):
         C10dCommunicator(hash_store(), "k", 0, 2, timeout_s=0.2)
+
+
+class _Interrupts(Diagnostician):
+    """Stands for a signal's handler, which may raise wherever Python code runs in a wait."""
+
+    def interruption(self, ranks: Sequence[int], key: str, step: int) -> None:
+        raise KeyboardInterrupt
+
+    def explain(self, failure: Failure) -> PeerError:
+        return failure.error
+
+
+def test_an_interrupted_operation_ends_the_group_on_all_members() -> None:
+    is_interrupted = threading.Event()
+
+    def body(group: GroupCoordinator) -> None:
+        if group.is_last_rank:
+            assert is_interrupted.wait(30)
+            with pytest.raises(PeerLostError):
+                group.all_reduce(torch.ones(4))
+            return
+        group._core.diagnostician = _Interrupts()
+        with pytest.raises(KeyboardInterrupt):
+            group.all_reduce(torch.ones(4))
+        with pytest.raises(EarlierFailureError, match="can no longer be used: a KeyboardInterrupt ended an operation half-way"):
+            group.all_reduce(torch.ones(4))
+        is_interrupted.set()
+
+    World("gloo")(2, body)
 
 
 def test_a_timed_out_group_says_so_afterwards() -> None:
