@@ -66,12 +66,13 @@ class _Keyed:
     def __init__(self, app: ASGIApp, service: Service) -> None:
         key = service.settings.api_key
         self._app = app
-        self._wanted = None if key is None else f"Bearer {key.get_secret_value()}".encode()
+        self._wanted = None if key is None else key.get_secret_value().encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self._wanted is not None and scope["path"] not in _OPEN:
-            came = Headers(scope=scope).get("authorization", "").encode("latin-1")
-            if not hmac.compare_digest(came, self._wanted):
+            came = Headers(scope=scope).get("authorization", "")
+            scheme, _, key = came.partition(" ")
+            if scheme.lower() != "bearer" or not hmac.compare_digest(key.encode("latin-1"), self._wanted):
                 message = "the API key is wrong" if came else "this server wants an API key: Authorization: Bearer KEY"
                 refusal = RefusedError(401, message, code="invalid_api_key", hangs_up=True)
                 await error_response(refusal)(scope, receive, send)

@@ -43,6 +43,8 @@ async def read_json(request: Request, *, max_bytes: int, timeout_s: float) -> di
     """
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise RefusedError(415, "the body must be JSON, with the header Content-Type: application/json", hangs_up=True)
+    if (encoding := request.headers.get("content-encoding", "identity").strip().lower()) not in ("", "identity"):
+        raise RefusedError(415, f"a body with Content-Encoding: {encoding[:40]} is not read; send it as it is", hangs_up=True)
     try:
         async with asyncio.timeout(timeout_s):
             body = await _read_bytes(request, max_bytes)

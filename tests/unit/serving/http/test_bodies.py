@@ -1,5 +1,6 @@
 """What is refused before it reaches the engine, in OpenAI's shape, and the words it is refused in."""
 
+import gzip
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -117,6 +118,10 @@ def test_a_large_body_within_the_limit_is_read(server: Served) -> None:
 def test_bodies_have_a_type_and_a_longest_length(server: Served) -> None:
     response = server.http.post("/v1/completions", content=b"{}", headers={"content-type": "text/plain"})
     assert response.status_code == 415
+    headers = {"content-type": "application/json", "content-encoding": "gzip"}
+    response = server.http.post("/v1/completions", content=gzip.compress(b'{"prompt": "Hi"}'), headers=headers)
+    assert response.status_code == 415
+    assert "Content-Encoding: gzip is not read" in response.json()["error"]["message"]
     assert response.headers["connection"] == "close"
     response = server.post({"prompt": "x" * 50_000})
     assert response.status_code == 413

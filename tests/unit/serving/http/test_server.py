@@ -130,6 +130,15 @@ def test_a_key_is_wanted_everywhere_but_for_health_and_the_empty_page(model: Pat
             server.openai.models.list()
         with OpenAI(base_url=f"{server.server.url}/v1", api_key="sk-1") as client:
             assert client.completions.create(model="tiny", prompt="Hi", max_tokens=1).choices
+        for header, status in (
+            ("bearer sk-1", 200),
+            ("Bearer sk-1 ", 200),
+            ("Basic sk-1", 401),
+            ("sk-1", 401),
+            ("Bearer é", 401),
+        ):
+            sent = [(b"authorization", header.encode("latin-1"))]
+            assert server.http.get("/v1/models", headers=sent).status_code == status
 
 
 def test_requests_beyond_a_limit_are_told_to_come_again(model: Path) -> None:
