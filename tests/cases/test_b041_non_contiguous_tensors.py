@@ -149,6 +149,8 @@ def test_b041_an_expanded_tensor_cannot_be_written(kind: str) -> None:
             group.all_reduce(torch.zeros(3), out=torch.zeros(4))
         with pytest.raises(TypeError, match=r"out is torch.float64"):
             group.all_reduce(torch.zeros(3), out=torch.zeros(3, dtype=torch.float64))
+        with pytest.raises(ArgumentError, match="out is on meta, the input on cpu"):
+            group.all_reduce(torch.zeros(3), out=torch.zeros(3, device="meta"))
         group.barrier()
 
     World(kind)(2, body)

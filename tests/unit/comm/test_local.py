@@ -6,8 +6,17 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from parallel_runtime.comm import GroupCoordinator, LocalCommunicator, LocalHub, ReduceOp
-from parallel_runtime.errors import ArgumentError, CollectiveMismatchError, PeerLostError
+from parallel_runtime.comm import (
+    GroupCoordinator,
+    GroupSpec,
+    LocalCommunicator,
+    LocalHub,
+    Operation,
+    ReduceOp,
+    open_coordinator,
+)
+from parallel_runtime.errors import ArgumentError, CollectiveMismatchError, DtypeError, PeerLostError
+from parallel_runtime.terms import Rank
 from tests.spmd.worlds import World
 
 
@@ -112,6 +121,19 @@ def test_why_a_rank_left_is_told() -> None:
     hub.leave(1, "later news")
     with pytest.raises(PeerLostError, match="waited for rank 1, but it raised ValueError: boom"):
         communicator.barrier(60)
+
+
+def test_a_message_of_another_shape_or_dtype_is_an_error() -> None:
+    hub = LocalHub(2)
+    sender, receiver = (LocalCommunicator(hub, "k", rank, 2) for rank in range(2))
+    for room in (torch.empty(3), torch.empty(2, dtype=torch.int32)):
+        sender.isend(torch.ones(2), 1, 0)
+        with pytest.raises(CollectiveMismatchError, match=r"recv into (float32\[3\]|int32\[2\]) got float32\[2\]"):
+            receiver.irecv(room, 0, 0).wait(30)
+    sender.isend(torch.ones(2), 1, 0)
+    box = torch.empty(2)
+    receiver.irecv(box, 0, 0).wait(30)
+    assert box.tolist() == [1.0, 1.0]
 
 
 def test_sizes_that_differ_are_told_to_all_members() -> None:
@@ -237,3 +259,19 @@ def test_a_rank_that_stays_away_is_not_waited_for() -> None:
 
     in_threads(LocalHub(2, seed=3), rank_main)
     assert results == ["done", "done"]
+
+
+class _Mover(LocalCommunicator):  # type: ignore[misc]  # final for users
+    """Sums nothing."""
+
+    def supports(self, operation: Operation, dtype: torch.dtype, nbytes: int) -> bool:
+        return operation is not Operation.ALL_REDUCE
+
+
+def test_what_cannot_sum_is_not_asked_to() -> None:
+    spec = GroupSpec(name="tp#0", key="k", ranks=(Rank(0), Rank(1)), rank=Rank(0))
+    group = open_coordinator(spec, _Mover(LocalHub(2), "k", 0, 2))
+    for call in (group.all_reduce, group.all_reduce_, group.reduce, group.reduce_scatter):
+        with pytest.raises(DtypeError, match=f"{call.__name__}: local has no arithmetic on torch.float32; convert it first"):
+            call(torch.ones(2))
+    group.close(grace_s=0.0)
