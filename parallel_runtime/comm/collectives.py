@@ -15,6 +15,7 @@ from parallel_runtime.comm.core import GroupCore
 from parallel_runtime.comm.pieces import (
     Joined,
     as_rows,
+    check_shares,
     check_splits,
     deliver,
     do_nothing,
@@ -163,13 +164,8 @@ class Collectives:
         limit_s = core.deadline(timeout_s, core.collective_s)
         payload = self._dense(tensor)
         dim = real_dim(dim, payload, "reduce_scatter")
-        world_size = core.communicator.world_size
-        if payload.shape[dim] % world_size:
-            raise ArgumentError(
-                f"reduce_scatter: dim {dim} has {payload.shape[dim]} elements, not a multiple of the {world_size} members of "
-                f"{core.name}; use reduce_scatterv with sizes"
-            )
-        rows = split_rows(payload, dim, world_size)
+        check_shares(core, payload, dim, "reduce_scatter", "use reduce_scatterv with sizes")
+        rows = split_rows(payload, dim, core.communicator.world_size)
         output = room_for(out, tuple(rows.shape[1:]), payload, "reduce_scatter")
         args = (plan.apply(output), plan.apply(rows), plan.op, limit_s)
         self._agreed("reduce_scatter", tensor, (str(plan.op), "dim", dim), core.communicator.reduce_scatter, *args)
@@ -204,12 +200,8 @@ class Collectives:
         payload = self._dense(tensor)
         split_dim = real_dim(split_dim, payload, "all_to_all")
         concat_dim = real_dim(concat_dim, payload, "all_to_all")
+        check_shares(core, payload, split_dim, "all_to_all", "use all_to_allv with splits")
         world_size = core.communicator.world_size
-        if payload.shape[split_dim] % world_size:
-            raise ArgumentError(
-                f"all_to_all: dim {split_dim} has {payload.shape[split_dim]} elements, not a multiple of the {world_size} "
-                f"members of {core.name}; use all_to_allv with splits"
-            )
         part = payload.shape[split_dim] // world_size
         pieces = [piece.contiguous() for piece in torch.split(payload, [part] * world_size, split_dim)]
         joined = Joined(pieces[0], [pieces[0].shape[concat_dim]] * world_size, concat_dim, out, "all_to_all")
@@ -361,11 +353,11 @@ class Collectives:
         core = self._core
         try:
             return (
-                tensor.is_cpu is core.is_cpu
+                type(tensor) is Tensor
+                and tensor.is_cpu is core.is_cpu
                 and is_plain(tensor)
                 and tensor.numel() > 0
                 and not core.checked
-                and type(tensor) is Tensor
                 and not tensor.is_nested
             )
         except (AttributeError, RuntimeError):  # no tensor at all, or a sparse one; the usual way says so

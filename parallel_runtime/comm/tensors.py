@@ -107,7 +107,7 @@ def check_strided(tensor: Tensor) -> None:
     """Refuse what has no plain memory.
 
     Raises:
-        ArgumentError: It is no tensor, or a sparse, nested or quantized one.
+        ArgumentError: It is no tensor, a sparse, nested or quantized one, or one that has no memory of its own.
     """
     if not isinstance(tensor, Tensor):
         raise ArgumentError(f"expected a tensor, got {type(tensor).__name__}")
@@ -117,6 +117,20 @@ def check_strided(tensor: Tensor) -> None:
         raise ArgumentError(
             f"expected a strided tensor, got {tensor.layout} {tensor.dtype}; convert it with to_dense() or dequantize()"
         )
+    if not _has_memory(tensor):
+        raise ArgumentError(
+            f"expected a tensor with memory of its own, got a {type(tensor).__name__} that stands for one (fake, functional, "
+            "under vmap or grad); call it with a real one, or under torch.compile"
+        )
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    try:
+        if tensor.untyped_storage().device.type != tensor.device.type:  # a fake one, which warns when asked for its address
+            return False
+        return tensor.data_ptr() != 0 or not tensor.numel() or tensor.is_meta
+    except (RuntimeError, NotImplementedError):
+        return False
 
 
 def dense(tensor: Tensor) -> Tensor:
@@ -205,7 +219,13 @@ def check_out(out: Tensor, shape: tuple[int, ...], like: Tensor, operation: str)
 
 def is_plain(tensor: Tensor) -> bool:
     """Whether its memory can be read and written in its place: contiguous, no graph, no pending conjugation or negation."""
-    return tensor.is_contiguous() and not tensor.requires_grad and not tensor.is_conj() and not tensor.is_neg()
+    return (
+        tensor.is_contiguous()
+        and not tensor.requires_grad
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+        and tensor.data_ptr() != 0
+    )
 
 
 def overlap(a: Tensor, b: Tensor) -> bool:

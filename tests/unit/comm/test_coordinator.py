@@ -11,6 +11,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from parallel_runtime.comm import (
     FakeCommunicator,
@@ -229,6 +230,24 @@ def test_exotic_tensors_are_refused(kind: str) -> None:
                     call(out=out)
             assert group.all_reduce_(torch.ones(2)).tolist() == [2, 2]
         group.barrier()
+
+    World(kind)(2, body)
+
+
+@KINDS
+def test_a_tensor_without_memory_is_refused(kind: str) -> None:
+    """What a communicator did with its address ended the process."""
+
+    def body(group: GroupCoordinator) -> None:
+        with FakeTensorMode():
+            fake = torch.ones(3)
+        for call in (group.all_reduce, group.all_reduce_, group.all_gather, group.broadcast_, group.isend):
+            for tensor in (fake, torch._to_functional_tensor(torch.ones(3))):
+                with pytest.raises(ArgumentError, match="expected a tensor with memory of its own"):
+                    call(tensor)
+        with pytest.raises(ArgumentError, match="expected a tensor with memory of its own"):
+            torch.vmap(group.all_reduce)(torch.ones(2, 3))
+        assert group.all_reduce(torch.ones(1)).item() == 2
 
     World(kind)(2, body)
 
