@@ -14,6 +14,7 @@ from parallel_runtime.errors import ArgumentError, DimError
 __all__ = [
     "Joined",
     "as_rows",
+    "check_shares",
     "check_splits",
     "deliver",
     "do_nothing",
@@ -64,12 +65,9 @@ def shards(core: GroupCore, tensor: Tensor | None, dim: int) -> Tensor:
     if tensor is None:
         raise ArgumentError("scatter: the source has to hand over a tensor, got None")
     payload = dense(core.on_device(tensor))
-    dim, world_size = real_dim(dim, payload, "scatter"), core.communicator.world_size
-    if payload.shape[dim] % world_size:
-        raise ArgumentError(
-            f"scatter: dim {dim} has {payload.shape[dim]} elements, not a multiple of the {world_size} members of {core.name}"
-        )
-    return split_rows(payload, dim, world_size)
+    dim = real_dim(dim, payload, "scatter")
+    check_shares(core, payload, dim, "scatter")
+    return split_rows(payload, dim, core.communicator.world_size)
 
 
 def exchanged(core: GroupCore, operation: str, values: list[int], fault: str, limit_s: float) -> list[list[int]]:
@@ -158,6 +156,18 @@ def real_dim(dim: int, tensor: Tensor, operation: str) -> int:
     if not tensor.dim():
         raise DimError(f"{operation}: a 0-dim tensor has no dim to split or join along; use tensor.view(1)")
     return normal_dim(dim, tensor.dim(), operation)
+
+
+def check_shares(core: GroupCore, tensor: Tensor, dim: int, operation: str, instead: str = "") -> None:
+    """Check that ``tensor`` has an equal share along ``dim`` for every member.
+
+    Raises:
+        ArgumentError: It has not; ``instead`` says what would work.
+    """
+    size, world_size = tensor.shape[dim], core.communicator.world_size
+    if size % world_size:
+        text = f"{operation}: dim {dim} has {size} elements, not a multiple of the {world_size} members of {core.name}"
+        raise ArgumentError(f"{text}; {instead}" if instead else text)
 
 
 def check_splits(splits: Sequence[int], world_size: int, operation: str, word: str, total: int | None = None) -> None:
