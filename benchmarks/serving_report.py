@@ -145,16 +145,20 @@ def _other_goals(figures: Mapping[str, Any]) -> list[str]:
     lines = [
         _line("start to first token, tp=2: at most 0.5 x transformers", ours / theirs if ours and theirs else None, most=0.5)
     ]
-    rates = {
-        key.removeprefix("mixed/"): statistics.median(run["tokens"] / run["seconds"] for run in runs)
-        for key in figures
-        if key.startswith("mixed/") and (runs := _good(figures, key))
-    }
+
+    def rate(key: str) -> float | None:
+        runs = _good(figures, key)
+        return statistics.median(run["tokens"] / run["seconds"] for run in runs) if runs else None
+
+    rates = {key.removeprefix("mixed/"): found for key in figures if key.startswith("mixed/") and (found := rate(key))}
     best = max((rate for engine, rate in rates.items() if engine.startswith(_OURS_MARK)), default=None)
     static = rates.get("transformers")
     lines.append(
         _line("mixed load: 1.5 x transformers in static batches of 8", best / static if best and static else None, least=1.5)
     )
+    part = [rate(f"mixed part/{engine}") for engine in ("ours tp=1, 2 threads", "transformers continuous")]
+    ratio = part[0] / part[1] if part[0] and part[1] else None
+    lines.append(_line("mixed load, its first 24 requests: 3 x transformers' continuous batching", ratio, least=3.0))
     reuse, plain = median("prefix/with", "seconds"), median("prefix/without", "seconds")
     lines.append(_line("shared 256-token prefix with reuse: 2 x", plain / reuse if reuse and plain else None, least=2.0))
     scheduling = [max(run["scheduling"]) for run in _good(figures, "profile/tp=2")]

