@@ -15,12 +15,12 @@ from typing import Final, TypeVar, final
 
 import msgspec
 
-from parallel_runtime.context.liveness import has_ended
+from parallel_runtime.context.liveness import has_ended, machine
 from parallel_runtime.context.reports import Report
 from parallel_runtime.context.threads import start_thread
 from parallel_runtime.errors import ConfigError
 
-__all__ = ["Address", "Answering", "ask", "ask_all", "machine"]
+__all__ = ["Address", "Answering", "ask", "ask_all"]
 
 _SERVE_S: Final = 1.0
 _TICK_S: Final = 0.25
@@ -80,14 +80,6 @@ class Address:
         with suppress(OSError):
             return Path(f"/proc/{self.pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0] in "Tt"
         return False
-
-
-def machine() -> str:
-    """Names the kernel and the table of processes that this process lives in."""
-    with suppress(OSError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
-    return os.uname().nodename
 
 
 @final

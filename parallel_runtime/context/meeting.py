@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import final
 
 from parallel_runtime.comm.c10d import Store
-from parallel_runtime.context.liveness import has_ended
 from parallel_runtime.context.member import Member
 from parallel_runtime.errors import CollectiveMismatchError, RendezvousError
 from parallel_runtime.terms import Rank
@@ -149,8 +148,7 @@ class Meeting:
 
     def _is_dead(self, rank: int, roster: Mapping[int, Member]) -> bool:
         """Whether its process has ended, as far as this host can tell."""
-        mine, other = roster.get(self.rank), roster.get(rank)
-        return mine is not None and other is not None and mine.host == other.host and has_ended(other.pid)
+        return rank in roster and roster[rank].is_ended
 
     def announce_survivor(self) -> None:
         """Say that this rank means to go on, before its connections go and others take it for lost."""

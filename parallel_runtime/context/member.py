@@ -10,6 +10,8 @@ from typing import final
 
 import torch
 
+from parallel_runtime.context.liveness import has_ended, machine
+
 __all__ = ["Member", "compare_members", "odd_ranks"]
 
 _ETP_SOURCES = frozenset({"tp", "cp", "dp", "ep"})
@@ -27,6 +29,7 @@ class Member:
         pid: Its process there.
         settings: What must be equal on all ranks: the config's, and the versions of this library and torch.
         world_size: Of all ranks that were started, not only of the world that it joins.
+        machine: Equal for processes that see the same process ids.
     """
 
     rank: int
@@ -34,6 +37,7 @@ class Member:
     pid: int
     settings: Mapping[str, object]
     world_size: int = 0
+    machine: str = ""
 
     @classmethod
     def of_this_process(
@@ -52,7 +56,8 @@ class Member:
         """
         versions = {"parallel_runtime": version("parallel-runtime"), "torch": torch.__version__}
         own = host or os.uname().nodename
-        return cls(rank=rank, host=own, pid=os.getpid(), settings={**settings, **versions}, world_size=world_size)
+        all_settings = {**settings, **versions}
+        return cls(rank=rank, host=own, pid=os.getpid(), settings=all_settings, world_size=world_size, machine=machine())
 
     def to_json(self) -> str:
         """The entry as text for the store."""
@@ -69,6 +74,11 @@ class Member:
             An equal entry.
         """
         return cls(**json.loads(text))
+
+    @property
+    def is_ended(self) -> bool:
+        """Whether its process is known to have ended; ``False`` where it runs on another machine."""
+        return self.machine == machine() and has_ended(self.pid)
 
     @property
     def is_where(self) -> str:

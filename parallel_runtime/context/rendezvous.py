@@ -128,6 +128,8 @@ def _wait_for_verdict(
     if member.rank == ranks[0]:
         return _settle(room, _judge(room, ranks, deadline, timeout_s, why_gone))
     while not wait_for_keys(room, ["verdict"], min(SLICE_S, deadline - time.monotonic())):
+        if room.check([f"member/{ranks[0]}"]) and (dead := _dead([Member.from_json(room.get(f"member/{ranks[0]}"))])):
+            return _settle(room, dead)
         present = [rank for rank in ranks if room.check([f"member/{rank}"])]
         missing = [rank for rank in ranks if rank not in present]
         if gone := _gone(missing, why_gone):
@@ -153,11 +155,11 @@ def _judge(
         difference = compare_members(present) if present else ""
         if difference:
             deadline = min(deadline, time.monotonic() + _SETTLE_S)
-        if not missing or time.monotonic() >= deadline or (gone := _gone(missing, why_gone)):
+        if not missing or time.monotonic() >= deadline or (gone := gone or _gone(missing, why_gone)):
             break
         if room.check(["verdict"]):
             return _read_verdict(room.get("verdict"))
-        wait_for_keys(room, [f"member/{missing[0]}"], min(SLICE_S, deadline - time.monotonic()))
+        gone = _wait_for_more(room, missing[0], present, deadline)
     if difference:
         return _refusal(difference, odd_ranks(present))
     if gone:
@@ -168,12 +170,18 @@ def _judge(
     return {"uid": new_uid(), "hosts": json.dumps(hosts)}
 
 
+def _wait_for_more(room: Store, rank: int, present: Sequence[Member], deadline: float) -> dict[str, str]:
+    """Wait a while for one more rank; the verdict where one that had come has ended meanwhile."""
+    has_come = wait_for_keys(room, [f"member/{rank}"], min(SLICE_S, deadline - time.monotonic()))
+    return {} if has_come else _dead(present)
+
+
 def _await_hearing(room: Store, member: Member, ranks: Sequence[int], linger_s: float) -> None:
     with suppress(RuntimeError):
         room.set(f"left/{member.rank}", "refused")
         if linger_s:
-            present = [rank for rank in ranks if room.check([f"member/{rank}"])]
-            wait_for_keys(room, [f"left/{rank}" for rank in present], linger_s)
+            present = [Member.from_json(room.get(f"member/{rank}")) for rank in ranks if room.check([f"member/{rank}"])]
+            wait_for_keys(room, [f"left/{other.rank}" for other in present if not other.is_ended], linger_s)
 
 
 def _settle(room: Store, verdict: dict[str, str]) -> dict[str, str]:
@@ -208,6 +216,13 @@ def _gone(missing: Sequence[int], why_gone: Callable[[int], str]) -> dict[str, s
     """The verdict where some never come, empty where nobody knows that."""
     why = {rank: text for rank in missing if (text := why_gone(rank))}
     return _refusal("; ".join(f"rank {rank} {text}" for rank, text in why.items()), list(why)) if why else {}
+
+
+def _dead(members: Sequence[Member]) -> dict[str, str]:
+    """The verdict where some have joined and ended since, as far as this machine can tell."""
+    ended = [member for member in members if member.is_ended]
+    text = "; ".join(f"rank {member.rank} ({member.is_where}) has ended while the ranks met" for member in ended)
+    return _refusal(text, [member.rank for member in ended]) if ended else {}
 
 
 def _refusal(problem: str, ranks: Sequence[int]) -> dict[str, str]:

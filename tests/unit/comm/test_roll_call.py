@@ -81,6 +81,17 @@ def test_blame_crosses_hosts() -> None:
     assert World("hosts")(3, body) == [(1,), (0, 2), None]
 
 
+def test_positions_on_a_host_are_told_as_those_in_the_group() -> None:
+    """Ranks 0 and 2 share memory, as members 0 and 1 of their host."""
+
+    def body(group: GroupCoordinator) -> tuple[int, ...]:
+        communicator = group._core.communicator
+        return error_of(lambda: communicator.all_reduce_(torch.ones(1 + (group.rank == 2)), ReduceOp.SUM, 20)).members
+
+    first, _, third = World("hosts")(3, body)
+    assert (first, third) == ((2,), (0,))
+
+
 def test_an_exchange_whose_sizes_do_not_fit() -> None:
     def body(group: GroupCoordinator) -> tuple[int, ...]:
         taken = [2, 2, 3] if group.rank == 1 else [2, 2, 2]

@@ -1,11 +1,13 @@
 """What ranks learn of each other in the store once they have met, and of one whose process is gone."""
 
+import dataclasses
 import multiprocessing
 import time
 
 import pytest
 
 from parallel_runtime.comm.c10d import hash_store
+from parallel_runtime.context.liveness import machine
 from parallel_runtime.context.meeting import Meeting
 from parallel_runtime.context.member import Member
 from parallel_runtime.context.obituaries import announce_supervisor, obituary, post_obituary
@@ -29,7 +31,8 @@ def meeting() -> Meeting:
     store = hash_store()
     mine = Member.of_this_process(0, {})
     store.set("member/0", mine.to_json())
-    store.set("member/1", Member(rank=1, host=mine.host, pid=pid_of_an_ended_process(), settings={}).to_json())
+    dead = Member(rank=1, host=mine.host, pid=pid_of_an_ended_process(), settings={}, machine=machine())
+    store.set("member/1", dead.to_json())
     return Meeting(uid="u", room=store, ranks=range(2), rank=Rank(0), scope=store, number=1, hosts=(mine.host,) * 2)
 
 
@@ -55,6 +58,13 @@ def test_why_a_rank_is_gone(meeting: Meeting) -> None:
     assert meeting.why_gone(1).endswith(" has ended")
     meeting.room.set("left/1", "KeyError: 'boom'")
     assert meeting.why_gone(1) == "has left (KeyError: 'boom')"
+
+
+def test_process_ids_of_another_machine_say_nothing() -> None:
+    dead = Member(rank=1, host="a", pid=pid_of_an_ended_process(), settings={}, machine=machine())
+    assert dead.is_ended
+    assert not dataclasses.replace(dead, machine="another kernel or table of processes").is_ended
+    assert not Member.of_this_process(0, {}).is_ended
 
 
 def test_an_obituary_is_waited_for_only_where_one_was_promised() -> None:

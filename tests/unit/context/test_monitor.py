@@ -301,6 +301,27 @@ def test_blame_follows_one_that_went_while_it_was_asked(monkeypatch: pytest.Monk
     assert mine._culprits([1]) == (2,)
 
 
+@pytest.mark.parametrize(
+    ("reason", "follows", "is_normal", "blamed"),
+    [
+        ("closed", False, True, ()),
+        ("KeyError: 'boom'", False, False, ()),
+        ("PeerTimeoutError: waited for rank 2", True, False, (2,)),
+        ("PeerEncodingError: rank 2 could not", True, False, (2,)),
+    ],
+)
+def test_who_leaves_because_of_a_peer_is_not_the_cause(
+    reason: str, follows: bool, is_normal: bool, blamed: tuple[int, ...]
+) -> None:
+    hub, store = LocalHub(2), hash_store()
+    mine = Monitor(meeting_of(store, 0), host="here", address="", hub=hub)
+    room = meeting_of(store, 1).room
+    for key, value in (("blamed/1", "[2]"), ("left/1", reason), ("departed", "somebody")):
+        room.set(key, value)
+    gone = mine._departures([1])[1]
+    assert (gone.follows, gone.is_normal, gone.blamed) == (follows, is_normal, blamed)
+
+
 def test_a_monitor_frees_its_thread_and_its_socket() -> None:
     before = threading.active_count()
     monitor = Monitor(meeting_of(hash_store(), 0), host="here", address="127.0.0.1", hub=None)
@@ -363,7 +384,8 @@ def test_over_gloo_a_wait_for_one_ends_when_another_member_is_gone() -> None:
     def run(ctx: ParallelContext) -> str:
         return str(in_a_second_context(ctx, body))
 
-    text = run_threads(run, config_of("gloo", "off", size=4, deadlines=Deadlines(collective_s=40)), timeout_s=30)[0]
+    config = config_of("gloo", "off", size=4, deadlines=Deadlines(collective_s=40)).replace(checked=False)  # no meeting of all
+    text = run_threads(run, config, timeout_s=30)[0]
     assert "broadcast(float32[1]) lost rank 3 of [0, 1, 2, 3]" in text
 
 

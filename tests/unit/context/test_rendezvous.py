@@ -1,5 +1,8 @@
 """Ranks meeting in a store, with threads as ranks."""
 
+import dataclasses
+import multiprocessing
+import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -7,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from parallel_runtime.comm.c10d import Store, connect_store, file_store, hash_store, listen_store
+from parallel_runtime.context.liveness import machine
 from parallel_runtime.context.meeting import Meeting, wait_for_keys
 from parallel_runtime.context.member import Member, compare_members
 from parallel_runtime.context.rendezvous import join_world
@@ -51,6 +55,29 @@ def test_all_ranks_agree_and_no_identity_is_used_twice() -> None:
     rounds = [uids(meet(store, members, world_size=4)) for _ in range(3)]
     assert [len(found) for found in rounds] == [1, 1, 1]
     assert len(set.union(*rounds)) == 3
+
+
+def ended(rank: int) -> Member:
+    """A rank whose process has ended."""
+    process = multiprocessing.get_context("spawn").Process()
+    process.start()
+    process.join()
+    assert process.pid is not None
+    return dataclasses.replace(member(rank, pid=process.pid), machine=machine())
+
+
+def test_a_rank_that_ends_while_others_are_awaited_ends_it_for_all() -> None:
+    outcomes = meet(hash_store(), [member(0), ended(1)], world_size=3, timeout_s=50.0)
+    (text,) = texts(outcomes)
+    assert re.fullmatch(r".*rank 1 \(pid \d+ on a\) has ended while the ranks met", text), text
+    assert {outcome.ranks for outcome in outcomes if isinstance(outcome, RendezvousError)} == {(1,)}
+
+
+def test_a_first_rank_that_ends_is_noticed_by_the_others() -> None:
+    store = hash_store()
+    store.set("parallel_runtime/0/all/1/member/0", ended(0).to_json())
+    (text,) = texts(meet(store, [member(1)], world_size=2, timeout_s=50.0))
+    assert re.fullmatch(r".*rank 0 \(pid \d+ on a\) has ended while the ranks met", text), text
 
 
 def test_it_works_over_a_file(tmp_path: Path) -> None:
