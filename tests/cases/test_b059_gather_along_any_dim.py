@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from parallel_runtime.comm import GroupCoordinator
-from parallel_runtime.errors import DimError
+from parallel_runtime.errors import ArgumentError, DimError
 from tests.spmd.worlds import EVERY_MAKER, World
 
 KINDS = pytest.mark.parametrize("kind", sorted(set(EVERY_MAKER) - {"hosts"}))
@@ -53,6 +53,9 @@ def test_b059_a_dim_that_is_not_there(kind: str) -> None:
             group.gather(shard(0), 0, -4)
         with pytest.raises(DimError, match="a 0-dim tensor has no dim to split"):
             group.reduce_scatter(torch.tensor(1.0))
+        wanted = (DimError, "^scatter: dim=3") if group.is_last_rank else (ArgumentError, "scatter from member 1 .*dim=3 of")
+        with pytest.raises(wanted[0], match=wanted[1]):
+            group.scatter(shard(0) if group.is_last_rank else None, 1, 3)
         group.barrier()
 
     World(kind)(2, body)
