@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self, Unpack, final
 
 from parallel_runtime.errors import ContextStateError, ParallelRuntimeError
-from parallel_runtime.launch.fork_server import RANK_MODULES, begin_fork_server
+from parallel_runtime.launch.fork_server import begin_fork_server
 from parallel_runtime.serving.engine_config import EngineConfig, EngineSettings, engine_config
 from parallel_runtime.serving.messages import Abort, Ready
 from parallel_runtime.serving.metrics import EngineMetrics, MetricsSnapshot
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Engine", "EngineState"]
 
-_PRELOADED = (*RANK_MODULES, "parallel_runtime.serving.executors")
+_PRELOADED = "parallel_runtime.serving.preloaded"
 
 
 class EngineState(StrEnum):
@@ -84,7 +84,7 @@ class Engine:
             raise ContextStateError(f"an Engine is entered once; this one is {self._state}. Make a new one")
         self._state = EngineState.CLOSED  # stays so if a step below raises
         if self.config.executor == "processes":
-            begin_fork_server(*_PRELOADED)
+            begin_fork_server(_PRELOADED)
         from parallel_runtime.serving.front import Front
 
         with ExitStack() as stack:

@@ -271,7 +271,7 @@ class _Keeper:
                 return
             open_links = self._controller.num_open_links(number)
             if open_links:
-                self._watch(heard=self._controller.pump(_POLL_S, replica=number))
+                self._watch(heard=self._controller.pump(self.life.look_again_s, replica=number))
             else:
                 self._is_over.wait(_POLL_S)
             if open_links < self._controller.dp and not self._is_closing.is_set():

@@ -13,6 +13,8 @@ from parallel_runtime.values import LONGEST_S
 __all__ = ["TRANSITIONS", "ReplicaLife", "ReplicaState", "Supervision"]
 
 _PINGS_PER_SILENCE = 4
+_LOOKS_PER_SILENCE = 20
+_SHORT_S, _LONG_S = 0.1, 0.5
 
 
 @final
@@ -144,6 +146,13 @@ class ReplicaLife:
         for leader in range(self._num_leaders):
             self._unanswered.setdefault(leader, now)
         return True
+
+    @property
+    def look_again_s(self) -> float:
+        """Seconds after which to look at it again where it says nothing: not often while it serves."""
+        if self.state is not ReplicaState.SERVING:
+            return _SHORT_S
+        return max(_SHORT_S, min(_LONG_S, self._rules.health_s / _LOOKS_PER_SILENCE))
 
     def problem(self, now: float, *, is_busy: bool = False) -> str:
         """Say what is wrong with its silence.

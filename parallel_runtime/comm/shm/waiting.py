@@ -37,7 +37,10 @@ _LOOKS: Final = 300
 _LOOKS_CROWDED: Final = 20
 _YIELD_S: Final = 0.001
 _ERRAND_SLEEP_S: Final = 0.001
-_FENCED_SLEEP_S: Final = 0.1
+_FIRST_SLEEP_S: Final = 0.1
+"""Sleeps get longer as a wait does: whoever waits for long loses little when it notices a little later that a peer is gone."""
+_PATIENCE: Final = 8
+_FENCED_SLEEP_S: Final = 0.5
 _UNFENCED_SLEEP_S: Final = 0.001
 _SUSPICIOUS_S: Final = 1.0
 """A short sleep that takes so long tells that this process did not run."""
@@ -310,7 +313,7 @@ class Waiter:
 
         looked_at = monotonic()
         while not ready():
-            limit_s = max(self.deadline - monotonic(), 0.0)
+            limit_s = min(max(self.deadline - looked_at, 0.0), _FIRST_SLEEP_S + (looked_at - start) / _PATIENCE)
             self._bells.sleep(stirred, min(limit_s, _ERRAND_SLEEP_S) if self.errands.has_others(self.owner) else limit_s)
             now = monotonic()
             if now - looked_at > _SUSPICIOUS_S:

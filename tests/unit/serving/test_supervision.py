@@ -105,3 +105,12 @@ def test_restarts_follow_from_the_number_of_replicas(given: int | None, count: i
 def test_settings_that_cannot_be(name: str) -> None:
     with pytest.raises(ConfigError, match=f"{name}=0 should be greater than"):
         Supervision(**{name: 0})
+
+
+@pytest.mark.parametrize(("health_s", "expected"), [(30.0, 0.5), (4.0, 0.2), (0.2, 0.1)])
+def test_it_is_looked_at_less_often_while_it_serves(health_s: float, expected: float) -> None:
+    life = ReplicaLife(Supervision(health_s=health_s), max_restarts=0)
+    life.start(0.0)
+    assert life.look_again_s == 0.1
+    life.serve(1.0)
+    assert life.look_again_s == expected
