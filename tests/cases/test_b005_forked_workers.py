@@ -34,7 +34,7 @@ def test_b005_a_used_parent_launches_without_forking_itself(method: str | None) 
         torch.set_num_threads(num_threads)
 
 
-def fork_inside(ctx: ParallelContext) -> tuple[str, str, float]:
+def fork_inside(ctx: ParallelContext) -> tuple[str, str, bool, float]:
     group = ctx.tp
     read_fd, write_fd = os.pipe()
     pid = os.fork()
@@ -46,21 +46,25 @@ def fork_inside(ctx: ParallelContext) -> tuple[str, str, float]:
                 said.append("it worked")
             except ContextStateError as error:
                 said.append(str(error))
+        ctx.close()  # of the copy alone: neither the other ranks nor the parent's sockets learn of it
         os.write(write_fd, "\n".join(said).encode())
         os._exit(0)
     os.close(write_fd)
     with os.fdopen(read_fd) as pipe:
         first, second = pipe.read().split("\n")
     os.waitpid(pid, 0)
-    return first, second, ctx.tp.all_reduce(torch.ones(1)).item()
+    assert ctx._meeting is not None
+    has_left = ctx._meeting.room.check([f"left/{ctx.rank}"])
+    return first, second, has_left, ctx.tp.all_reduce(torch.ones(1)).item()
 
 
 @pytest.mark.parametrize("shm", ["auto", "off"])
 def test_b005_a_context_used_in_a_forked_child_is_refused_at_once(shm: str) -> None:
     config = ParallelConfig.model_validate({"tp": 2, "shm": shm})
-    for by_context, by_group, total in launch(fork_inside, config, timeout_s=30):
+    for by_context, by_group, has_left, total in launch(fork_inside, config, timeout_s=30):
         assert "context belongs to another process" in by_context
         assert "belongs to another process" in by_group
+        assert not has_left
         assert total == 2.0
 
 
