@@ -4,16 +4,17 @@ from collections.abc import Sequence
 from typing import Any, final
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor
 
 from parallel_runtime.comm import GroupCoordinator
 from parallel_runtime.errors import ArgumentError
+from parallel_runtime.interop.peer_place import PeerPlace
 
 __all__ = ["PeerGroup"]
 
 
 @final
-class PeerGroup:
+class PeerGroup(PeerPlace):
     """Wraps one group; the group stays with its context, which also closes it.
 
     Where the peers' class differs from ours, it is theirs that is kept: a group of one returns its input, ``dim`` is the last by
@@ -24,89 +25,11 @@ class PeerGroup:
     Args:
         group: Of an open context. Borrowed.
         pickle: Whether objects may be anything that can be pickled; only where every member is trusted.
-
-    Attributes:
-        group: The wrapped group, with everything of ours.
     """
 
     def __init__(self, group: GroupCoordinator, *, pickle: bool = False) -> None:
-        self.group = group
+        super().__init__(group)
         self._pickle = pickle
-
-    @property
-    def unique_name(self) -> str:
-        """Such as ``"tp#0"``; unlike the peers' names it is unique inside one context only."""
-        return self.group.name
-
-    @property
-    def rank(self) -> int:
-        """World rank."""
-        return self.group.rank
-
-    @property
-    def ranks(self) -> list[int]:
-        """World ranks of the members, in group order."""
-        return list(self.group.ranks)
-
-    @property
-    def world_size(self) -> int:
-        """Number of members."""
-        return self.group.world_size
-
-    @property
-    def rank_in_group(self) -> int:
-        """Position in the group."""
-        return self.group.rank_in_group
-
-    @property
-    def local_rank(self) -> int:
-        """Position on this host."""
-        return self.group.local_rank
-
-    @property
-    def device(self) -> torch.device:
-        """Where tensors live."""
-        return self.group.device
-
-    @property
-    def first_rank(self) -> int:
-        """World rank of the first member."""
-        return self.group.first_rank
-
-    @property
-    def last_rank(self) -> int:
-        """World rank of the last member."""
-        return self.group.last_rank
-
-    @property
-    def next_rank(self) -> int:
-        """World rank of the next member, around the ring."""
-        return self.group.next_rank
-
-    @property
-    def prev_rank(self) -> int:
-        """World rank of the previous member, around the ring."""
-        return self.group.prev_rank
-
-    @property
-    def is_first_rank(self) -> bool:
-        """Whether this rank is the first member."""
-        return self.group.is_first_rank
-
-    @property
-    def is_last_rank(self) -> bool:
-        """Whether this rank is the last member."""
-        return self.group.is_last_rank
-
-    @property
-    def device_group(self) -> distributed.ProcessGroup:
-        """For ``torch.distributed.*(group=...)``; takes tensors of the CPU as well, so it is ``cpu_group`` too."""
-        return self.group.process_group
-
-    @property
-    def cpu_group(self) -> distributed.ProcessGroup:
-        """The same group as ``device_group``."""
-        return self.group.process_group
 
     def all_reduce(self, input_: Tensor) -> Tensor:
         """Sum over the members. Callers use what is returned, here as there.
