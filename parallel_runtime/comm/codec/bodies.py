@@ -15,7 +15,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from parallel_runtime.comm.codec.extensions import Reader, Writer, type_name
+from parallel_runtime.comm.codec.extensions import Reader, Writer, is_plain, type_name
 from parallel_runtime.comm.tensors import as_bytes, dense, dtype_named
 from parallel_runtime.errors import SerializationError
 
@@ -83,7 +83,7 @@ def encode(value: object, *, pickle: bool = False, keep_out: bool = True, larges
     try:
         try:
             writer = Writer(False, largest)
-            encoded = _packed(writer, writer.walk(value), keep_out)
+            encoded = _packed(writer, value if is_plain(value) else writer.walk(value), keep_out)
             if len(encoded.body) <= largest:
                 return encoded
         except (OverflowError, ValueError) as exc:

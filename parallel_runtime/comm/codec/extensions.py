@@ -15,9 +15,10 @@ from parallel_runtime.comm.frames import raw_tensor
 from parallel_runtime.comm.tensors import dtype_named
 from parallel_runtime.errors import SerializationError
 
-__all__ = ["Code", "Reader", "Writer", "type_name"]
+__all__ = ["Code", "Reader", "Writer", "is_plain", "type_name"]
 
 _SCALARS: Final = frozenset({type(None), bool, int, float, str, bytes})
+_KEYS: Final = frozenset({str})
 _FEW: Final = 32
 """So short a list of integers is not worth a way of its own."""
 _MARSHAL_HEAD: Final = 5
@@ -141,6 +142,27 @@ class Writer:
         if number == len(self.tensors):
             self.tensors.append(tensor)
         return number
+
+
+def is_plain(value: Any) -> bool:
+    """Whether msgpack keeps ``value`` as it is: scalars, dicts with keys of str, short lists of such. Most messages are no more.
+
+    Args:
+        value: Anything; integers and pieces that msgpack cannot hold count as plain.
+
+    Returns:
+        ``False`` where a closer look is needed.
+    """
+    kind = type(value)
+    if kind is dict and set(map(type, value)) <= _KEYS:
+        items = value.values()
+    elif kind is list and len(value) <= _FEW:
+        items = value
+    else:
+        return kind in _SCALARS
+    if set(map(type, items)) <= _SCALARS:
+        return True
+    return all(map(is_plain, items))
 
 
 def _small_ints(values: list[object]) -> bytes:

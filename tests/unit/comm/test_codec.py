@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parallel_runtime.comm.codec import decode, decode_typed, encode, encode_typed, open_body
+from parallel_runtime.comm.codec.extensions import is_plain
 from parallel_runtime.comm.tensors import dtype_named
 from parallel_runtime.errors import SerializationError
 
@@ -125,6 +126,23 @@ class Colour(Enum):
 def test_what_cannot_travel_is_named(value: object, text: str) -> None:
     with pytest.raises((SerializationError, ValueError), match=text):
         encode(value)
+
+
+@pytest.mark.parametrize(
+    ("value", "is_so"),
+    [
+        ({"a": 1, "b": [True, None, {"c": b"x"}]}, True),
+        ({}, True),
+        ([1.5] * 32, True),
+        ([1] * 33, False),
+        ({"a": [(1,)]}, False),
+        ({1: 2}, False),
+        ({"a": {"b": Level.LOW}}, False),
+        (Level.LOW, False),
+    ],
+)
+def test_only_what_msgpack_keeps_goes_unexamined(value: object, is_so: bool) -> None:
+    assert is_plain(value) is is_so
 
 
 def test_what_contains_itself() -> None:
