@@ -88,7 +88,7 @@ def _check_model(config: EngineConfig, checkpoint: Checkpoint) -> None:
             "a size of -1 is filled in from the number of ranks: give world_size beside the sizes, or give every size"
         )
     shape = checkpoint.config.shape
-    config.parallel.check_model(shape)
+    config.parallel.check_model(shape, uneven=config.serving.uneven)
     check_servable(config.parallel, shape)
     checkpoint.check()
 

@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field
 
 from parallel_runtime.config.base import FrozenModel
+from parallel_runtime.topology.shards import Uneven
 
 __all__ = ["ServingConfig"]
 
@@ -19,6 +20,7 @@ class ServingConfig(FrozenModel):
     Attributes:
         dtype: Of weights, hidden states and KV cache.
         stage_layers: Layers of each pipeline stage; ``None`` gives the last one fewer, as far as its head takes its time.
+        uneven: ``"refuse"`` wants heads, vocabulary and intermediate size cut into equal parts, and starts nothing else.
         num_microbatches: Batches under way at once in each replica; ``None`` is one per pipeline stage, which keeps every stage
             busy where each has cores of its own. 1 reads the weights least often.
         page_size: Tokens in one block of KV cache.
@@ -41,6 +43,7 @@ class ServingConfig(FrozenModel):
 
     dtype: Literal["float32", "bfloat16"] = "float32"
     stage_layers: Annotated[tuple[int, ...] | None, BeforeValidator(_as_tuple)] = None
+    uneven: Uneven = "allow"
     num_microbatches: int | None = Field(default=None, ge=1)
     page_size: int = Field(default=16, ge=1)
     kv_cache_tokens: int | None = Field(default=None, ge=1)

@@ -301,6 +301,7 @@ class TpModelWorker:
             layers=stages[ctx.pp.rank_in_group],
             dtype=torch.float32 if self._config.dtype == "float32" else torch.bfloat16,
             device=ctx.device,
+            uneven=self._config.uneven,
             pack=True,
         )
 

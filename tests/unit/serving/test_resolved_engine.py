@@ -86,6 +86,13 @@ def test_what_is_given_is_not_chosen(model: str) -> None:
     assert (resolved.kv_cache_tokens, resolved.max_request_tokens) == (80, 64), "whole blocks"
 
 
+def test_equal_shards_can_be_asked_for(model: str) -> None:
+    serving = ServingConfig(uneven="refuse")
+    resolve(model, serving=serving, parallel=ParallelConfig(tp=2))
+    with pytest.raises(ConfigError, match="tp=3 does not split 4 query heads .2 KV heads. evenly"):
+        resolve(model, serving=serving, parallel=ParallelConfig(tp=3))
+
+
 def test_little_memory_gives_little_cache_and_replicas_share_it(model: str) -> None:
     small = replace(MACHINE, memory_bytes=4_000_000)
     one, two = (resolve(model, small, replicas=count).kv_cache_tokens for count in (1, 2))
