@@ -32,6 +32,7 @@ IdentitySource: TypeAlias = Literal["explicit", "torchrun", "openmpi", "mpich", 
 
 _NEEDED: Final = ("rank", "world_size", "local_rank")
 _NUMBERS: Final = (*_NEEDED, "local_world_size", "host_rank", "num_hosts", "master_port")
+_READERS: tuple[Callable[[Mapping[str, str]], Claim | None], ...] = (read_torchrun, read_openmpi, read_mpich)
 
 
 @final
@@ -162,9 +163,6 @@ def detect(environ: Mapping[str, str], *, needs_master: bool = True) -> Identity
         elif not winner.agrees_with(other):
             raise _contradiction(found)
     return _identity(winner, environ, set_aside, needs_master)
-
-
-_READERS: tuple[Callable[[Mapping[str, str]], Claim | None], ...] = (read_torchrun, read_openmpi, read_mpich)
 
 
 def _started_the_agents(outer: Claim, inner: Claim) -> bool:
