@@ -17,7 +17,13 @@ from parallel_runtime.layers.linear import (
 from parallel_runtime.layers.moe import MixtureOfExperts, SharedExpert
 from parallel_runtime.layers.norm import RMSNorm
 from parallel_runtime.layers.packing import PackableLayer
-from parallel_runtime.layers.regions import copy_to_group, gather_from_group, reduce_from_group
+from parallel_runtime.layers.regions import (
+    copy_to_group,
+    gather_from_group,
+    gather_rows_to_group,
+    reduce_from_group,
+    scatter_rows_from_group,
+)
 from parallel_runtime.layers.rotary import RotaryAngles, RotaryPositions, rotate
 from parallel_runtime.layers.sources import TensorSource
 
@@ -49,9 +55,11 @@ __all__ = [
     "causal_mask",
     "copy_to_group",
     "gather_from_group",
+    "gather_rows_to_group",
     "merge_partials",
     "partial_attention",
     "plain_attention",
     "reduce_from_group",
     "rotate",
+    "scatter_rows_from_group",
 ]

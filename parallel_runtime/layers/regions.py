@@ -12,7 +12,7 @@ from torch.autograd import Function
 
 from parallel_runtime.comm import GroupCoordinator
 
-__all__ = ["copy_to_group", "gather_from_group", "reduce_from_group"]
+__all__ = ["copy_to_group", "gather_from_group", "gather_rows_to_group", "reduce_from_group", "scatter_rows_from_group"]
 
 
 def copy_to_group(x: Tensor, tp: GroupCoordinator) -> Tensor:
@@ -71,6 +71,50 @@ def gather_from_group(x: Tensor, shards: Sequence[range], tp: GroupCoordinator) 
     return _gather(x, shards, tp)
 
 
+def gather_rows_to_group(x_TD: Tensor, shards: Sequence[range], tp: GroupCoordinator) -> Tensor:
+    """Enter a parallel part from a sequence-parallel one, where every member holds other tokens.
+
+    Args:
+        x_TD: This member's tokens, ``len(shards[tp.rank_in_group])`` rows, possibly none.
+        shards: The tokens of each member; together they tile all of them.
+        tp: Group both parts are split over.
+
+    Returns:
+        All tokens, equal on every member; the gradient is added up over the members and cut like the tokens.
+
+    Collective: one all_gatherv of ``x_TD``; backward one reduce_scatterv. All members, same order.
+    Source: Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2, operator g.
+    """
+    if tp.world_size == 1:
+        return x_TD
+    sizes = [len(shard) for shard in shards]
+    if _needs_grad(x_TD):
+        return _GatherRows.apply(x_TD, sizes, tp)  # type: ignore[no-any-return,no-untyped-call]  # torch
+    return tp.all_gatherv(x_TD, sizes)
+
+
+def scatter_rows_from_group(partial_TD: Tensor, shards: Sequence[range], tp: GroupCoordinator) -> Tensor:
+    """Leave a parallel part into a sequence-parallel one: ``reduce_from_group``, of which every member gets its own tokens.
+
+    Args:
+        partial_TD: This member's summand, of all tokens.
+        shards: The tokens of each member; together they tile all of them.
+        tp: Group both parts are split over.
+
+    Returns:
+        The sum, this member's rows of it; its gradient comes back from all members.
+
+    Collective: one reduce_scatterv of ``partial_TD``; backward one all_gatherv. All members, same order.
+    Source: Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2, operator g-bar.
+    """
+    if tp.world_size == 1:
+        return partial_TD
+    sizes = [len(shard) for shard in shards]
+    if _needs_grad(partial_TD):
+        return _ScatterRows.apply(partial_TD, sizes, tp)  # type: ignore[no-any-return,no-untyped-call]  # torch
+    return tp.reduce_scatterv(partial_TD, sizes)
+
+
 def _gather(x: Tensor, shards: Sequence[range], tp: GroupCoordinator) -> Tensor:
     return tp.all_gatherv(x, [len(shard) for shard in shards], dim=-1)
 
@@ -109,3 +153,25 @@ class _Gather(Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return grad[..., ctx.own.start : ctx.own.stop], None, None
+
+
+class _GatherRows(Function):
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, sizes: Sequence[int], tp: GroupCoordinator) -> Tensor:
+        ctx.sizes, ctx.tp = sizes, tp
+        return tp.all_gatherv(x_TD, sizes)
+
+    @staticmethod
+    def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.tp.reduce_scatterv(grad_TD.contiguous(), ctx.sizes), None, None
+
+
+class _ScatterRows(Function):
+    @staticmethod
+    def forward(ctx: Any, partial_TD: Tensor, sizes: Sequence[int], tp: GroupCoordinator) -> Tensor:
+        ctx.sizes, ctx.tp = sizes, tp
+        return tp.reduce_scatterv(partial_TD, sizes)
+
+    @staticmethod
+    def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.tp.all_gatherv(grad_TD.contiguous(), ctx.sizes), None, None
