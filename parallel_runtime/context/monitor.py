@@ -204,9 +204,12 @@ class Monitor(Diagnostician):
             return error
         members = failure.error.members or range(len(failure.ranks))
         suspects = [rank for rank in (failure.ranks[member] for member in members) if rank != failure.rank]
-        error = tell(failure, suspects, self._evidence(suspects, has_broken=not isinstance(failure.error, PeerTimeoutError)))
+        evidence = self._evidence(suspects, has_broken=not isinstance(failure.error, PeerTimeoutError))
+        error = tell(failure, suspects, evidence)
         self._failures.append(str(error).partition("\n")[0])
-        culprits = self._culprits(error.ranks)
+        culprits = self._culprits(error.ranks or suspects)
+        if not error.ranks:  # all that it waited for took part and gave up: whoever they gave up for is at fault, not they
+            culprits = tuple(rank for rank in culprits if rank not in evidence.reports)
         self._blame(culprits)
         if others := tuple(rank for rank in culprits if rank not in (*error.ranks, failure.rank)):
             error.args = (f"{error}\n  they wait in turn for rank {', '.join(map(str, others))}",)

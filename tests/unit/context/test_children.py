@@ -372,3 +372,13 @@ def test_a_family_answers_from_one_thread_and_one_socket() -> None:
         ctx.world.barrier()
 
     run_threads(work, world(2, "gloo"), timeout_s=30)
+
+
+def test_survivors_of_a_context_give_up_the_groups_of_its_children_too() -> None:
+    def body(ctx: ParallelContext) -> bool:
+        with ctx.derive(ParallelConfig(dp=2), name="a") as child, child.duplicate("b") as grandchild:
+            groups = (child.dp, grandchild.dp)
+            assert ctx.survivors(20) == (0, 1)
+            return any(group.is_open for group in groups)
+
+    assert run_threads(body, ParallelConfig(tp=2, backend="local"), timeout_s=40) == [False, False]

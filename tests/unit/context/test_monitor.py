@@ -14,13 +14,15 @@ import pytest
 import torch
 
 from parallel_runtime.comm import LocalCommunicator, LocalHub, Store, hash_store
+from parallel_runtime.comm.diagnosis import Failure
 from parallel_runtime.config import Deadlines, ParallelConfig
 from parallel_runtime.context import ParallelContext
 from parallel_runtime.context.control import Answering, ask, ask_all
 from parallel_runtime.context.meeting import Meeting
 from parallel_runtime.context.monitor import Monitor
-from parallel_runtime.context.reports import Report, stack_of
-from parallel_runtime.errors import CollectiveMismatchError, ConfigError, PeerError, PeerTimeoutError
+from parallel_runtime.context.reports import Connected, Report, stack_of
+from parallel_runtime.context.story import Evidence
+from parallel_runtime.errors import CollectiveMismatchError, ConfigError, PeerError, PeerLostError, PeerTimeoutError
 from parallel_runtime.launch import run_threads
 from parallel_runtime.terms import Rank
 
@@ -299,6 +301,32 @@ def test_blame_follows_one_that_went_while_it_was_asked(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(mine, "reports", leaves)
     assert mine._culprits([1]) == (2,)
+
+
+@pytest.mark.parametrize(("found", "blamed"), [((3,), (3,)), ((0,), ())])
+def test_blame_passes_over_one_that_gave_up(
+    found: tuple[int, ...], blamed: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 lost rank 3 and closed its connections; rank 1, which waited for rank 0, blames rank 3, or nobody."""
+    ranks = (0, 1, 2, 3)
+    mine = Monitor(meeting_of(hash_store(), 1), host="here", address="", hub=LocalHub(4))
+    gave_up = Report(
+        rank=0,
+        pid=1,
+        host="here",
+        inside="",
+        stack=(),
+        connections=(Connected(ranks=ranks, tail=()),),
+        failures=("world#0 seq 3 barrier() lost rank 3 of [0, 1, 2, 3]",),
+    )
+    monkeypatch.setattr(mine, "_evidence", lambda *args, **kw: Evidence(departures={}, reports={0: gave_up}, silent={}))
+    monkeypatch.setattr(mine, "_culprits", lambda ranks: found if list(ranks) == [0] else ())
+    lost = PeerLostError("lost the connection")
+    lost.members = (0,)
+    failure = Failure(
+        group="world#0", ranks=ranks, rank=1, sequence=3, operation="barrier", what="barrier()", seconds=0.2, error=lost
+    )
+    assert mine.explain(failure).ranks == blamed
 
 
 @pytest.mark.parametrize(
