@@ -1,7 +1,7 @@
 """SmolLM2 on every layout of at most eight ranks that it can be cut into: greedy tokens equal to those of one rank.
 
-``python -m benchmarks.layout_matrix --ranks 8 --write PAGE`` runs an engine with ranks as threads for each layout over tp, pp, dp, cp
-and dcp, and writes the page. A layout that the engine refuses for this model is listed with the reason.
+``python -m benchmarks.layout_matrix --ranks 8 --write PAGE`` runs an engine with ranks as threads for each layout over tp, pp,
+dp, cp and dcp, and writes the page. A layout that the engine refuses for this model is listed with the reason.
 """
 
 import argparse
@@ -74,9 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rows.append(f"| {name} | {'identical' if found == expected else 'different'} |")
         sys.stdout.write(f"{rows[-1]} {time.perf_counter() - start:.1f} s\n")
         sys.stdout.flush()
-    text = (
-        f"Up to {options.ranks} ranks: {same} layouts give the tokens of one rank, {differ} others, {len(refused)} refused.\n\n"
-    )
+    text = f"Up to {options.ranks} ranks: {same} layouts give tokens of one rank, {differ} others; {len(refused)} refused.\n\n"
     text += "\n".join(["| layout | greedy tokens |", "|---|---|", *rows, "", "| refused | why |", "|---|---|", *refused]) + "\n"
     if options.write is None:
         sys.stdout.write(text)
