@@ -63,7 +63,7 @@ from parallel_runtime.errors import PeerError
 def go_on(rank, ranks, store):
     if len(ranks) == 1:
         return ranks
-    config = ParallelConfig(tp=len(ranks), ranks=ranks, deadlines=Deadlines(join_s=20, collective_s=20))
+    config = ParallelConfig(tp=len(ranks), ranks=ranks, deadlines=Deadlines(join_s=60, collective_s=60))
     who = Identity(rank=rank, world_size=4, local_rank=rank, local_world_size=4)
     with ParallelContext(config, identity=who, store=store) as ctx:
         assert ctx.tp.all_reduce(torch.ones(1)).item() == len(ranks)
@@ -82,9 +82,10 @@ go_on(int(sys.argv[1]), (0, 1, 2, 3), file_store(sys.argv[2], 4))
 """
 
 
+@pytest.mark.timeout(240)
 def test_b025_killed_ranks_are_left_behind_three_times_in_a_row(tmp_path: Path) -> None:
     script = scripts.write_script(tmp_path, BODY)
     started = [scripts.start([str(script), str(rank), str(tmp_path / "store")]) for rank in range(4)]
-    ends = [scripts.finish(process) for process in started]
+    ends = [scripts.finish(process, timeout_s=200) for process in started]
     assert [status for status, _, _ in ends] == [0, *[-signal.SIGKILL] * 3], ends
     assert [out for _, out, _ in ends] == ["0 1 2\n0 1\n0\n", "0 1 2\n0 1\n", "0 1 2\n", ""]

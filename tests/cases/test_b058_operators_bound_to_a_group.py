@@ -152,8 +152,9 @@ def _compile_in(ctx: ParallelContext, folder: str) -> tuple[int, int]:
 
 @needs_compiler
 @pytest.mark.processes
+@pytest.mark.timeout(300)
 def test_b058_later_processes_find_the_compiled_code_on_disk(tmp_path: Path) -> None:
-    first = launch(_compile_in, ParallelConfig(tp=2), str(tmp_path), timeout_s=100)
-    later = launch(_compile_in, ParallelConfig(tp=2), str(tmp_path), timeout_s=100)  # another context, other processes
+    first = launch(_compile_in, ParallelConfig(tp=2), str(tmp_path), timeout_s=200)
+    later = launch(_compile_in, ParallelConfig(tp=2), str(tmp_path), timeout_s=200)  # another context, other processes
     assert sum(misses for _, misses in first) >= 1
     assert later == [(1, 0), (1, 0)]

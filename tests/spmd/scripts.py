@@ -64,7 +64,10 @@ def finish(process: "subprocess.Popen[str]", timeout_s: float = 60.0) -> tuple[i
         out, err = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
         process.kill()
-        out, err = process.communicate()
+        try:
+            out, err = process.communicate(timeout=10)
+        except subprocess.TimeoutExpired as late:  # its children hold the streams
+            out, err = str(late.stdout), str(late.stderr)
         raise AssertionError(f"still running after {timeout_s} s\n{out}\n{err}") from None
     return process.returncode, out, err
 

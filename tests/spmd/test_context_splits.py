@@ -30,7 +30,7 @@ MODELS: dict[str, ModelConfig] = {
     "qwen3_moe": tiny_moe_config(num_query_heads=8, num_kv_heads=2),
     "qwen2_moe": tiny_moe_config(shared=True, num_query_heads=8, num_kv_heads=1, mixture={"dense_layers": frozenset({0})}),
 }
-EVERY = {"llama": 6, "qwen3": 3, "qwen3_moe": 13, "qwen2_moe": 23}
+EVERY = {"llama": 9, "qwen3": 5, "qwen3_moe": 17, "qwen2_moe": 31}
 """One of so many layouts is run, which keeps the test short. All of them were, when this was written."""
 
 

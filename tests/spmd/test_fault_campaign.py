@@ -10,7 +10,7 @@ from parallel_runtime.testing.faults import FaultKind, Phase
 @pytest.mark.processes
 @pytest.mark.timeout(120)
 def test_a_slice_of_the_campaign_meets_the_bar() -> None:
-    results = campaign(7, range(24))
+    results = campaign(7, range(16))
     assert "".join(describe(result) for result in results if not result.verdict.is_good) == ""
     assert {result.trial.uses_threads for result in results} == {True, False}
 
