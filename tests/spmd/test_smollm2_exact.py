@@ -24,22 +24,24 @@ LAYOUTS = {
     "pp=2": (ParallelConfig(pp=2), SERVING),
     "pp=3": (ParallelConfig(pp=3), ONE_BATCH),
     "pp=3 of 11, 10 and 9 layers": (ParallelConfig(pp=3), ONE_BATCH.replace(stage_layers=(11, 10, 9))),
-    "pp=4": (ParallelConfig(pp=4), ONE_BATCH),
     "dp=2": (ParallelConfig(dp=2), SERVING),
-    "tp=2 pp=2": (ParallelConfig(tp=2, pp=2), ONE_BATCH),
     "cp=2": (ParallelConfig(cp=2), SERVING),
     "cp=2 dcp=2": (ParallelConfig(cp=2, dcp=2), SERVING),
 }
+"""And tp=2 pp=2 as processes, below."""
+FEWER = {"cp=2": NEW // 2, "cp=2 dcp=2": NEW // 2}
+"""New tokens of layouts that take long."""
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_greedy_tokens_equal_transformers(name: str, smollm2_reference: Reference) -> None:
     parallel, serving = LAYOUTS[name]
-    sampling = SamplingParams(max_new_tokens=NEW, ignore_eos=True)
+    new = FEWER.get(name, NEW)
+    sampling = SamplingParams(max_new_tokens=new, ignore_eos=True)
     with Engine("smollm2", parallel=parallel, serving=serving, executor="threads") as engine:
         completions = engine.generate(smollm2_reference.prompts, sampling)
     for text, completion, tokens in zip(TEXTS, completions, smollm2_reference.tokens, strict=True):
-        assert completion.token_ids == tokens, text
+        assert completion.token_ids == tokens[:new], text
 
 
 @pytest.mark.processes
@@ -51,8 +53,10 @@ def test_greedy_tokens_equal_transformers_in_four_processes(smollm2_reference: R
     assert [completion.token_ids for completion in completions] == list(smollm2_reference.tokens)
 
 
-@pytest.mark.parametrize("name", ["tp=1", "tp=3", "tp=2 pp=2"])
-def test_logits_are_close_to_transformers(name: str, smollm2_reference: Reference) -> None:
+@pytest.mark.parametrize(
+    "parallel", [ParallelConfig(), ParallelConfig(tp=3), ParallelConfig(tp=2, pp=2)], ids=["1", "tp=3", "tp=2 pp=2"]
+)
+def test_logits_are_close_to_transformers(parallel: ParallelConfig, smollm2_reference: Reference) -> None:
     """Prompts go through in one batch; the largest difference of any logit is logged and stays under 1e-3."""
 
     def run(ctx: ParallelContext) -> list[Tensor] | None:
@@ -68,8 +72,8 @@ def test_logits_are_close_to_transformers(name: str, smollm2_reference: Referenc
             return list(torch.split(worker.runner.model.logits(hidden), [len(prompt) for prompt in smollm2_reference.prompts]))
 
     largest = 0.0
-    for logits in run_threads(run, LAYOUTS[name][0]):
+    for logits in run_threads(run, parallel):
         for ours, theirs in zip(logits or smollm2_reference.logits, smollm2_reference.logits, strict=True):
             largest = max(largest, float((ours - theirs).abs().max()))
-    logging.getLogger(__name__).info("largest logit difference on %s: %.2e", name, largest)
+    logging.getLogger(__name__).info("largest logit difference on %s: %.2e", parallel, largest)
     assert 0 < largest < 1e-3
