@@ -5,7 +5,7 @@ import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from parallel_runtime.cli.sizes import add_size_options, config_from_options, parse_hosts, plan_from_text
 from parallel_runtime.cli.tables import show_tables
@@ -16,6 +16,8 @@ from parallel_runtime.errors import ConfigError
 
 __all__ = ["add_plan"]
 
+_MOST_RANKS: Final = 1 << 20
+"""Of a world that is shown whole; it takes some seconds."""
 _EXAMPLES = """\
 examples:
   parallel-runtime plan --tp 2 --pp 2 --dp 2 --hosts 2
@@ -69,11 +71,13 @@ def _run(options: argparse.Namespace) -> int:
             plan = plan_from_text(text, hosts=parse_hosts(options.hosts))
         case [before, "diff", after]:
             hosts = parse_hosts(options.hosts)
-            differences = plan_from_text(before, hosts=hosts).diff(plan_from_text(after, hosts=hosts))
-            _show_differences(differences, as_json=options.json)
+            old, new = (_check_size(plan_from_text(text, hosts=hosts)) for text in (before, after))
+            _show_differences(old.diff(new), as_json=options.json)
             return 0
         case _:
             raise ConfigError(f"cannot read {' '.join(options.operands)!r}; write PLAN, or PLAN diff PLAN")
+    if options.rank is None or options.json or options.svg or options.png:
+        _check_size(plan)
     if options.svg is not None:
         options.svg.write_text(plan.to_svg(), encoding="utf-8")
     if options.png is not None:
@@ -85,6 +89,15 @@ def _run(options: argparse.Namespace) -> int:
     else:
         show_tables(plan.headline, plan.tables())
     return 0
+
+
+def _check_size(plan: Plan) -> Plan:
+    if plan.world_size > _MOST_RANKS:
+        raise ConfigError(
+            f"this world has {plan.world_size:,} ranks; worlds of up to {_MOST_RANKS:,} are shown whole. "
+            "`plan --rank R` shows one rank of a world of any size"
+        )
+    return plan
 
 
 def _check_files(options: argparse.Namespace) -> None:

@@ -97,6 +97,13 @@ def test_one_rank(capsys: Capture) -> None:
     assert "etp#1    8      no             -                same ranks as tp, whose communicators it shares" in out
 
 
+def test_worlds_too_large_to_be_shown_whole(capsys: Capture) -> None:
+    huge = ("--tp", "8", "--dp", "125000000")
+    for options in (huge, (*huge, "--json", "--rank", "7"), ("tp=2", "diff", "tp=1000000000")):
+        assert "1,000,000,000 ranks; worlds of up to 1,048,576 are shown whole" in fail(capsys, "plan", *options)
+    assert run(capsys, "plan", *huge, "--rank", "999999999").startswith("rank 999999999: tp=7")
+
+
 def test_json_and_pictures(capsys: Capture, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     files = ("--svg", str(tmp_path / "a.svg"), "--png", str(tmp_path / "a.png"))
