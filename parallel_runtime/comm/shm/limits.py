@@ -13,7 +13,7 @@ _ONE_SHOT_BYTES_MANY: Final = 32 << 10
 _PIECE_BYTES: Final = 512 << 10  # smaller ones are still dirty in the writer's cache when they are read, which is slower
 _SYMMETRIC_BYTES: Final = 16 << 10
 _DIRECT_BYTES_PAIR: Final = 16 << 10  # through the slots it is a third faster at best, several times slower at worst
-_DIRECT_BROADCAST_BYTES: Final = 32 << 10
+_DIRECT_BROADCAST_BYTES: Final = 2 << 20
 _DIRECT_REDUCE_BYTES: Final = 4 << 20
 
 
