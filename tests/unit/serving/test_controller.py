@@ -279,7 +279,7 @@ def test_nobody_is_told_of_a_replica_before_it_gets_requests(pair: Stage) -> Non
     assert isinstance(question, Control)
     serve(pair, 0, Answer(number=question.number, status=STATUS))
     asker.join()
-    assert pair.controller.is_ready is False, "it is paused first, as the others are"
+    assert [pair.controller.is_ready] == [False], "it is paused first, as the others are"
     (question,) = pair.heard(1)
     assert isinstance(question, Control)
     serve(pair, 1, Answer(number=question.number, status=STATUS))

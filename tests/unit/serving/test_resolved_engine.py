@@ -89,7 +89,7 @@ def test_what_is_given_is_not_chosen(model: str) -> None:
 def test_equal_shards_can_be_asked_for(model: str) -> None:
     serving = ServingConfig(uneven="refuse")
     resolve(model, serving=serving, parallel=ParallelConfig(tp=2))
-    with pytest.raises(ConfigError, match="tp=3 does not split 4 query heads .2 KV heads. evenly"):
+    with pytest.raises(ConfigError, match=r"tp=3 does not split 4 query heads .2 KV heads. evenly"):
         resolve(model, serving=serving, parallel=ParallelConfig(tp=3))
 
 
