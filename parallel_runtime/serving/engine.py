@@ -59,7 +59,7 @@ class Engine:
     Raises:
         ArgumentError: The model is neither a name nor a path, or an ``EngineConfig`` comes with further settings.
         CheckpointError: There is no such model, it cannot be read, or its tensors are not what its config says.
-        ConfigError: A setting is wrong, or the model cannot be cut or served like this; nothing was started.
+        ConfigError: A setting is wrong, or the model cannot be cut or served like this; no rank was started.
         LaunchError: The ranks could not be started.
         RankFailedError: A rank failed while starting.
     """

@@ -1,4 +1,4 @@
-"""B002: heads that tp does not divide are refused before any process starts, with the sizes that would work."""
+"""B002: heads that tp does not divide are refused before any rank starts, with the sizes that would work."""
 
 from pathlib import Path
 
@@ -7,6 +7,7 @@ import pytest
 
 from parallel_runtime.config import ModelShape, ParallelConfig
 from parallel_runtime.errors import ConfigError
+from parallel_runtime.launch.fork_server import begin_fork_server
 from parallel_runtime.serving import Engine
 from tests.spmd.tiny_models import write_tiny_model
 
@@ -35,11 +36,12 @@ def test_b002_uneven_heads_work_unless_refused(heads: int) -> None:
     ParallelConfig(tp=8).check_model(shape(heads))
 
 
-def test_b002_what_cannot_be_split_at_all_is_refused_before_a_process_starts(tmp_path: Path) -> None:
+def test_b002_what_cannot_be_split_at_all_is_refused_before_a_rank_starts(tmp_path: Path) -> None:
     text = "tp=13 is more than the 12 query heads: a rank would hold none; use 1 to 12"
     with pytest.raises(ConfigError, match=text):
         ParallelConfig(tp=13).check_model(shape(12))
     model = write_tiny_model(tmp_path / "model", num_query_heads=12, num_kv_heads=12, head_dim=4, hidden_size=48)
+    begin_fork_server()  # an engine begins it before it looks at the model
     before = {child.pid for child in psutil.Process().children(recursive=True)}
     with pytest.raises(ConfigError, match=text):
         Engine(model, parallel=ParallelConfig(tp=13)).__enter__()

@@ -17,7 +17,7 @@ from parallel_runtime.config import Deadlines, ParallelConfig
 from parallel_runtime.errors import ParallelRuntimeError, PeerTimeoutError, RankFailedError
 from parallel_runtime.launch import launch
 from parallel_runtime.serving import Engine, SamplingParams, ServingConfig, Supervision
-from tests.spmd.test_replicas import nothing, open_things, pids, wait_until
+from tests.spmd.test_replicas import nothing, open_things, pids, wait_until, wait_until_nothing_is_left_of
 from tests.spmd.tiny_models import PROMPTS, write_tiny_model
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(60)]
@@ -56,7 +56,7 @@ def segments() -> set[str]:
 def _nothing_is_left(model: Path) -> Iterator[None]:
     before, named = open_things(), segments()
     yield
-    wait_until(lambda: open_things() == before)
+    wait_until_nothing_is_left_of(before)
     assert segments() <= named
 
 
