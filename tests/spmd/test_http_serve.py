@@ -146,7 +146,7 @@ def test_a_killed_rank_of_the_only_replica_ends_the_server(model: Path) -> None:
 
 
 def test_a_killed_rank_of_one_replica_loses_no_answer(model: Path) -> None:
-    with serve(model, "--replicas", "2", "--backoff-s", "0.05") as command:
+    with serve(model, "--replicas", "2", "--backoff-s", "2") as command:
         with stream(command, 400) as first, stream(command, 400) as second:
             os.kill(command.pids()[0], signal.SIGKILL)
             wait_until(lambda: command.get("/health").json()["status"] == "degraded")
