@@ -6,6 +6,7 @@ Nothing here waits or locks; ``Mailbox`` does.
 from collections import deque
 from typing import Protocol, final
 
+import numpy as np
 from torch import Tensor
 
 from parallel_runtime.comm.communicator import Work
@@ -110,7 +111,7 @@ class Message:
         self.nbytes = nbytes
         self.work = work
         fits = work is not None and len(work.memory) == nbytes
-        self.memory = work.memory if fits and work is not None else memoryview(bytearray(nbytes))
+        self.memory = work.memory if fits and work is not None else np.empty(nbytes, np.uint8).data
         self.filled = 0
 
     def deliver(self, src: int) -> None:
