@@ -12,12 +12,14 @@ from parallel_runtime.testing.checkpoints import tiny_llama_config, write_gguf_c
 EXTRA = r"pip install 'parallel-runtime\[demo\]'"
 
 
-def test_quantised_gguf_needs_gguf_and_plain_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_some_quantised_gguf_needs_gguf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = write_gguf_checkpoint(tmp_path / "plain.gguf", tiny_llama_config())
-    quantised = write_gguf_checkpoint(tmp_path / "quantised.gguf", tiny_llama_config(), kind="Q8_0")
+    simple = write_gguf_checkpoint(tmp_path / "simple.gguf", tiny_llama_config(), kind="Q8_0")
+    quantised = write_gguf_checkpoint(tmp_path / "quantised.gguf", tiny_llama_config(), kind="Q5_0")
     monkeypatch.setitem(sys.modules, "gguf", None)
-    with open_checkpoint(plain) as checkpoint:
-        assert checkpoint.tensor("model.embed_tokens.weight")[:].shape == (101, 32)
+    for path in (plain, simple):
+        with open_checkpoint(path) as checkpoint:
+            assert checkpoint.tensor("model.embed_tokens.weight")[:].shape == (101, 32)
     with pytest.raises(CheckpointError, match=rf"quantised\.gguf is quantised; reading it needs: {EXTRA}"):
         open_checkpoint(quantised)
 
