@@ -31,7 +31,7 @@ from parallel_runtime.serving.context_groups import ContextGroups
 from parallel_runtime.serving.controls import RankProfile
 from parallel_runtime.serving.graphs import graph_sizes
 from parallel_runtime.serving.lockstep import needs_lockstep
-from parallel_runtime.serving.memory import available_bytes
+from parallel_runtime.serving.memory import available_bytes, give_back
 from parallel_runtime.serving.messages import Sampled
 from parallel_runtime.serving.model_weights import ModelWeights
 from parallel_runtime.serving.policy import PolicyLimits
@@ -161,6 +161,7 @@ class TpModelWorker:
         """
         self.weights.sleep()
         self._drop_runner()
+        give_back()
         self.replica.barrier()
 
     def wake(self) -> None:
